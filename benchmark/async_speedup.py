@@ -83,6 +83,9 @@ class SimulatedFleet:
     def pin(self) -> None:
         return None
 
+    async def score(self, rows: Sequence[Any], *, version: int, top_k: int, limit_s: float) -> None:
+        return None
+
     def stream(self, request: GenerationRequest) -> AsyncGenerator[Any, None]:
         raise NotImplementedError("no workflow here streams")
 

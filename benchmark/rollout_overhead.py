@@ -63,6 +63,9 @@ class NoFleet:
     def pin(self) -> None:
         return None
 
+    async def score(self, rows: Sequence[Any], *, version: int, top_k: int, limit_s: float) -> None:
+        return None
+
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
         raise NotImplementedError("no-op episodes generate nothing")
 

@@ -264,6 +264,7 @@ BODIES = {
     "/batch": control_requests.BatchRequest,
     "/publish": control_requests.PublishRequest,
     "/compare": control_requests.CompareRequest,
+    "/score": control_requests.ScoreRequest,
     "/consumed": control_requests.ConsumedRequest,
     "/evaluate": control_requests.EvaluationRequest,
     "/background": control_requests.BackgroundRequest,

@@ -76,6 +76,24 @@ class PromptScores:
         return PromptScores(logprobs=self.logprobs[:count], top=top, draws=draws, targets=targets)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What a model says of the tokens of a text from a place on, at temperature 1."""
+
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]]
+    """(token, log-probability) of the likeliest tokens at each place; no places without top_k."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRow:
+    """A text that servers score."""
+
+    token_ids: list[int]
+    first: int
+    """The first token that is scored, at least 1."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """A request for one answer to one prompt. Engines ignore `gconfig.n_samples`."""

@@ -13,7 +13,9 @@ from areal.api.data import (
     GenerationResponse,
     ProbeScore,
     ProbeTokens,
+    ScoredRow,
     TokenChunk,
+    TokenScores,
     WeightSpec,
     WeightUpdate,
 )
@@ -191,6 +193,15 @@ class PinnedReplica(InferenceEngine, Protocol):
 
 class InferenceFleet(InferenceEngine, Protocol):
     """The controller's view of its replicas."""
+
+    async def score(
+        self, rows: Sequence[ScoredRow], *, version: int, top_k: int, limit_s: float
+    ) -> list[TokenScores] | None:
+        """The scores of each row by one server that serves `version`, with the `top_k` likeliest tokens at each place.
+
+        None when no server has that version or its answer does not come within `limit_s` seconds.
+        """
+        return None
 
     def pin(self) -> PinnedReplica | None:
         """Take a replica from the fleet, with the version that it serves; None when none can be spared."""

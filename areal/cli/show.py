@@ -21,6 +21,8 @@ from areal.data.image_files import ImageFiles
 from areal.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from areal.ledger.audit import ledger_folder
 from areal.ledger.show import EpisodeRecord, Sample, Samples, show_episode, show_step
+from areal.observe.causes import causes_text
+from areal.replay.recorded import read_metrics
 from areal.system.run_paths import RunPaths, existing_run
 
 # One answer of a run as facts for JSON, and as lines for people.
@@ -388,7 +390,11 @@ def _write_images(shown: list[dict[str, Any]], files: ImageFiles, target: Path) 
 def _history(folder: Any, question: argparse.Namespace) -> list[str]:
     if question.episode is not None:
         return show_episode(folder, question.episode)
-    return show_step(folder, question.step) if question.step is not None else []
+    if question.step is None:
+        return []
+    metrics = read_metrics(RunPaths(folder.parent).metrics)
+    causes = causes_text(row for step, row in sorted(metrics.items()) if step <= question.step + 1)
+    return [*show_step(folder, question.step), *filter(None, [causes])]
 
 
 def _tokenizer_of(run: _Run) -> tuple[Tokenizer | None, str]:

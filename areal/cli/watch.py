@@ -35,6 +35,7 @@ from areal.launcher.status import StatusSource
 from areal.ledger.event_files import open_reader
 from areal.ledger.state import LedgerState
 from areal.observe.alarms import Alarm, alarms_text, by_meaning
+from areal.observe.causes import causes_text
 from areal.serve.audit import FOLDER
 from areal.serve.journal import opened_journal, undisturbed
 from areal.serve.tenants import Model, Tenants
@@ -113,6 +114,7 @@ class RunView:
     evaluations: Sequence[EvaluationResult]  # The newest result of each.
     unscored: Sequence[str]  # The newest results of evaluations with answers without a reward.
     staleness: Mapping[str, float]  # Staleness in versions -> share of the generated tokens of the newest steps.
+    causes: str  # What makes policy and servers differ, in a sentence; empty when it was not measured.
     seconds_by_phase: Mapping[str, float]  # Mean of the newest steps, the longest first.
     waits: Mapping[str, float]  # Who waits for whom -> share of the time of the newest steps.
     waiting_for: str  # What a running run waits for now.
@@ -248,6 +250,7 @@ class Watched:
             evaluations=list(self._metrics.results.values()),
             unscored=[f"{one.name}/reward: {one.text}" for one in self._metrics.results.values() if one.unscored],
             staleness=_staleness(rows),
+            causes=causes_text(rows),
             seconds_by_phase=phases_of(rows),
             waits=waits_of(rows),
             waiting_for=(status or {}).get("waiting_for", ""),
@@ -631,6 +634,8 @@ def _episodes(found: RunView) -> RenderableType:
     if found.staleness:
         rows = [(name, share, f"{share:.0%} of the tokens") for name, share in found.staleness.items()]
         parts += [Text(f"\nstaleness in policy versions, last {WINDOW} steps", style="bold"), _shares(rows)]
+    if found.causes:
+        parts.append(Text(found.causes))
     return Group(*parts)
 
 

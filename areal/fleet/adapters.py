@@ -76,6 +76,11 @@ class ServedAdapters:
         self._num_uses: Counter[str] = Counter()
         """Folder -> number of its uses."""
 
+    @property
+    def name(self) -> str:
+        """The current adapter; empty = the base model."""
+        return self._current[0]
+
     async def use(self, folder: str, version: int) -> None:
         """Requests from now on use the adapter in `folder`. RequestError when the server cannot load it.
 

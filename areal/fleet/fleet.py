@@ -23,7 +23,16 @@ import numpy as np
 
 from areal.api.columns import ExpertShape, Packed, RoutedExperts, Runs, RunsBuilder, append, joined, to_runs
 from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig
-from areal.api.data import MAX_LOGPROB, GenerationRequest, GenerationResponse, PromptScores, StopReason, TokenChunk
+from areal.api.data import (
+    MAX_LOGPROB,
+    GenerationRequest,
+    GenerationResponse,
+    PromptScores,
+    ScoredRow,
+    StopReason,
+    TokenChunk,
+    TokenScores,
+)
 from areal.api.engine import PinnedReplica
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.api.metrics import gather_or_cancel
@@ -32,8 +41,11 @@ from areal.fleet.older_policies import OlderPolicies
 from areal.fleet.replica import NO_VERSION, AnswerForm, PartChunk, Replica, ReplicaFactory, RequestLimits
 from areal.fleet.replica_set import Event, ReplicaSet, Slot, State, Weights
 from areal.fleet.weight_updater import WeightUpdater
+from areal.observe.log import get_logger
 from areal.system.discovery import NameRegistry
 from areal.system.process import raise_open_file_limit
+
+_log = get_logger(__name__)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The rules by which an answer generated in parts, on several replicas or under several versions, is one answer.
@@ -653,6 +665,22 @@ class Fleet:
         lacking = {State.STALE, State.SUSPECT} | (set() if version == self.version else {State.SERVING})
         slots = [slot for slot in self._replicas.slots if slot.weights is not Weights.PINNED]
         return [slot.incarnation for slot in slots if slot.state in lacking]
+
+    async def score(
+        self, rows: Sequence[ScoredRow], *, version: int, top_k: int, limit_s: float
+    ) -> list[TokenScores] | None:
+        """See `areal.api.engine.InferenceFleet.score`."""
+        slots = [slot for slot in self._replicas.serving if slot.version == version]
+        slot = min(slots, key=attrgetter("num_running"), default=None)
+        if slot is None or slot.replica is None:
+            return None
+        try:
+            async with asyncio.timeout(limit_s):
+                scores = await gather_or_cancel([slot.replica.score(row, min(top_k, self.vocab_size)) for row in rows])
+        except (RequestError, ServerUnavailable, TimeoutError) as error:
+            _log.warning("%s does not score the trained tokens of a step: %s", slot.name, error or f"{limit_s:g} s")
+            return None
+        return scores if slot in self._replicas.serving and slot.version == version else None
 
     def pin(self) -> Pin | None:
         """See `areal.api.engine.InferenceFleet.pin`. The least busy replica; its running requests end there."""

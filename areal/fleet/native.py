@@ -12,7 +12,7 @@ import orjson
 
 from areal.api.columns import ExpertShape, Runs
 from areal.api.config import PPOConfig
-from areal.api.data import GenerationRequest, PromptScores, WeightUpdate
+from areal.api.data import GenerationRequest, PromptScores, ScoredRow, TokenScores, WeightUpdate
 from areal.api.errors import ArealError, ServerUnavailable
 from areal.fleet.replica import ALL_TOKENS, AnswerForm, Chunks, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_backend import GENERATE_SCORING, ServerBackend, ServerCommand
@@ -142,6 +142,9 @@ class NativeReplica(HttpReplica):
 
     async def unload_adapter(self, name: str) -> None:
         await self._client.post("/unload_lora_adapter", {"lora_name": name})
+
+    async def score(self, row: ScoredRow, top_k: int) -> TokenScores:
+        return await GENERATE_SCORING.ask(self._client, row, top_k)
 
 
 def _body(requests: Sequence[GenerationRequest], form: AnswerForm, is_streamed: bool) -> dict[str, Any]:

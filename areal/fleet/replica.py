@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from areal.api.columns import ExpertShape, RoutedExperts
-from areal.api.data import GenerationRequest, PromptScores, WeightUpdate
-from areal.api.errors import ArealError
+from areal.api.data import GenerationRequest, PromptScores, ScoredRow, TokenScores, WeightUpdate
+from areal.api.errors import ArealError, RequestError
 from areal.data.image_files import RunImages
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -150,6 +150,10 @@ class Replica(Protocol):
         ...
 
     async def unload_adapter(self, name: str) -> None: ...
+    async def score(self, row: ScoredRow, top_k: int) -> TokenScores:
+        """Log-probabilities of given tokens under the current weights, with `top_k` tokens of each place."""
+        raise RequestError("these servers do not score given tokens", code="server.no_scores")
+
     async def close(self) -> None:
         """Drop all connections: every running call fails with ServerUnavailable."""
         ...

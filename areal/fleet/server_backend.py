@@ -10,14 +10,17 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.api.config.redaction import HIDDEN, is_secret
 from areal.api.config.train import ALL_LINEAR, LoRAConfig, is_target
+from areal.api.data import ScoredRow, TokenScores
 from areal.api.errors import InputError
 from areal.api.registry import registered
 from areal.fleet.replica import AnswerForm, Replica, ReplicaFactory
+from areal.fleet.server_client import ServerClient
 from areal.models.checkpoint_files import stored_weights
 from areal.models.model_shape import ModelShape, context_length
 from areal.models.vision_layout import FAMILIES, read_vision_layout
@@ -193,15 +196,6 @@ does not apply exactly."""
 
 
 @dataclass(frozen=True, slots=True)
-class TokenScores:
-    """What a model says of the tokens of a text from a place on, at temperature 1."""
-
-    logprobs: list[float]
-    top: list[list[tuple[int, float]]]
-    """(token, log-probability) of the likeliest tokens at each place; no places without top_k."""
-
-
-@dataclass(frozen=True, slots=True)
 class ScoringCall:
     """How servers are asked for the log-probabilities of given tokens."""
 
@@ -210,6 +204,14 @@ class ScoringCall:
     """(token ids, first >= 1 to be scored, number of likeliest tokens at each place) -> the request."""
     parse: Callable[[Any, Sequence[int], int, int], TokenScores]
     """(answer, and the same) -> the scores. KeyError, TypeError or ValueError for another form."""
+
+    async def ask(
+        self, client: ServerClient, row: ScoredRow, top_k: int, more: Mapping[str, str] = MappingProxyType({})
+    ) -> TokenScores:
+        """The scores by one server. `more`: fields of the request that name an adapter."""
+        ids, first = row.token_ids, row.first
+        answer = await client.post(self.path, self.body(ids, first, top_k) | dict(more))
+        return client.parsed(answer, lambda body: self.parse(body, ids, first, top_k))
 
 
 def _generate_body(token_ids: Sequence[int], first: int, top_k: int) -> dict[str, Any]:
@@ -254,7 +256,7 @@ class ServerBackend:
     context_key: str
     """The option that limits prompt plus answer, in tokens."""
     scoring: ScoringCall | None = None
-    """How a teacher on these servers scores answers; None: it cannot."""
+    """How these servers score given tokens; None: they cannot."""
     sampling_problems: SamplingLimits | None = None
     image_problems: Callable[[PPOConfig], Problems] | None = None
     """What these servers cannot do with a model that takes images; None: they can do everything."""

@@ -19,7 +19,7 @@ import orjson
 from areal.api.columns import ExpertShape, Runs
 from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.api.config.train import ALL_LINEAR
-from areal.api.data import GenerationRequest, WeightSpec, WeightUpdate
+from areal.api.data import GenerationRequest, ScoredRow, TokenScores, WeightSpec, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.fleet.adapters import Parts, ServedAdapters, ended_by_stops, with_version
 from areal.fleet.replica import (
@@ -510,6 +510,10 @@ class SGLangReplica(HttpReplica):
 
     async def unload_adapter(self, name: str) -> None:
         await self._client.post("/unload_lora_adapter", {"lora_name": name})
+
+    async def score(self, row: ScoredRow, top_k: int) -> TokenScores:
+        name = self._adapters.name
+        return await GENERATE_SCORING.ask(self._client, row, top_k, {"lora_path": name} if name else {})
 
 
 # ----------------------------------------------------------------------------------------------------------------------

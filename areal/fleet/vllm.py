@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 
 from areal.api.columns import Runs
 from areal.api.config import GenerationHyperparameters, PPOConfig
-from areal.api.data import GenerationRequest, WeightUpdate
+from areal.api.data import GenerationRequest, ScoredRow, TokenScores, WeightUpdate
 from areal.api.errors import ConfigError, RequestError, ServerUnavailable
 from areal.fleet.adapters import Parts, ServedAdapters, ended_by_stops, with_version
 from areal.fleet.replica import (
@@ -50,7 +50,6 @@ from areal.fleet.server_backend import (
     ScoringCall,
     ServerBackend,
     ServerCommand,
-    TokenScores,
     checked_scores,
     cpu_cache_tokens,
     element_bytes,
@@ -412,6 +411,10 @@ class VLLMReplica(HttpReplica):
     async def unload_adapter(self, name: str) -> None:
         await self._client.post("/v1/unload_lora_adapter", {"lora_name": name})
 
+    async def score(self, row: ScoredRow, top_k: int) -> TokenScores:
+        name = self._adapters.name
+        return await SCORING.ask(self._client, row, top_k, {"model": name} if name else {})
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # vLLM as a backend: its command, its flags, and the sampling settings that it does not apply exactly.
@@ -613,6 +616,8 @@ def _scores(answer: Any, token_ids: Sequence[int], first: int, top_k: int) -> To
     return checked_scores(logprobs, top, len(token_ids) - first, top_k)
 
 
+SCORING = ScoringCall("/v1/completions", _scoring_body, _scores)
+
 VLLM = ServerBackend(
     name="vllm",
     title="vLLM",
@@ -620,7 +625,7 @@ VLLM = ServerBackend(
     command=_command,
     model_key="model",
     context_key="max_model_len",
-    scoring=ScoringCall("/v1/completions", _scoring_body, _scores),
+    scoring=SCORING,
     sampling_problems=sampling_problems,
     image_problems=image_problems,
     image_families=(*QWEN_VL, "llava", *_PROCESSOR_SETTINGS),

@@ -31,6 +31,7 @@ seconds/elapsed: s: Time of training so far; after a recovery it continues from 
 seconds/step: s: Time of the step until its metrics are written; evaluation, exports and checkpoints are not included.
 seconds/PHASE: s: Time of one phase of the step on trainer rank 0; after_step is that of the step before.
 seconds/wait_batch: s: Wait for a batch, inside of rollout.
+seconds/log_ratio: s: Scores of some rows by trainer and servers (stats_logger.causes_freq_steps).
 seconds/wait_servers: s: Wait until the servers have the last version, inside of publish_weights.
 seconds/wait_evaluation: s: Wait for an evaluation after the step before; so are wait_export and wait_checkpoint.
 memory/PROCESS: GiB: Resident memory of a process with all that it started, a few seconds before the end of the step.
@@ -131,6 +132,13 @@ batch/ref_kl_k1: nats: The same, estimate k1.
 batch/ref_kl_sequence: nats: Sum of k1 over a sequence, mean over sequences.
 batch/ref_kl_sequence_max: nats: Highest sum of k1 over a sequence.
 batch/ref_kl_full: nats: KL divergence over the whole vocabulary or its candidates, per token.
+
+# The log-ratio of the trainer's policy to the one that sampled, by cause (stats_logger.causes_freq_steps)
+batch/log_ratio/whole: nats: Mean over trained tokens; the sum of the means of the four causes.
+batch/log_ratio_abs/whole: nats: Mean absolute value.
+batch/log_ratio/CAUSE: nats: Mean of a part: numerics, staleness, sampling (top-p, top-k) or drift (changed tokens).
+batch/log_ratio_abs/CAUSE: nats: Mean absolute value of a part.
+batch/log_ratio/current: share: Tokens of the current version; drift is only seen in these.
 
 # Mismatch of the servers' policy and the trainer's before the update (docs/algorithms.md)
 batch/mismatch/k1: nats: Estimate k1 of KL(rollout, old).

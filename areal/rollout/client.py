@@ -9,7 +9,7 @@ the call is repeated for `silent_s`; only then does `reconnect_s` start.
 import contextlib
 import http.client
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -18,7 +18,7 @@ import orjson
 
 from areal.api.batch import BatchShare
 from areal.api.config import InferenceEngineConfig
-from areal.api.data import ProbeScore, ProbeTokens, WeightUpdate
+from areal.api.data import ProbeScore, ProbeTokens, ScoredRow, TokenScores, WeightUpdate
 from areal.api.errors import ArealError, LedgerError, RequestError, ServerUnavailable, WeightSyncError
 from areal.api.images import ImageRef
 from areal.ledger.event_files import PayloadReader
@@ -33,6 +33,7 @@ from areal.rollout.control_requests import (
     EvaluationRequest,
     FinishRequest,
     PublishRequest,
+    ScoreRequest,
     TrainerRequest,
 )
 from areal.rollout.evaluation import BackgroundEvaluation
@@ -197,6 +198,12 @@ class RolloutClient:
         request = CompareRequest(run_id=self._run_id, score=score)
         answer = self._call("/compare", request, f"to compare version {score.version}")
         return orjson.loads(answer)["differing"]
+
+    def score(self, rows: Sequence[ScoredRow], *, version: int, top_k: int) -> list[TokenScores] | None:
+        """Scores of the rows by a server with the weights of `version`; None when there are none in time."""
+        request = ScoreRequest(run_id=self._run_id, version=version, rows=list(rows), top_k=top_k)
+        scores = orjson.loads(self._call("/score", request, "for the scores of trained tokens"))["scores"]
+        return scores and [TokenScores(**row) for row in scores]
 
     def live_replicas(self, version: int) -> list[str]:
         """Ids of the replicas that an update to `version` must reach."""

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from areal.api.config import PPOConfig
-from areal.api.data import MAX_REPLICAS, ProbeScore, WeightSpec, WeightUpdate
+from areal.api.data import MAX_REPLICAS, ProbeScore, ScoredRow, WeightSpec, WeightUpdate
 from areal.api.errors import RequestError
 from areal.ledger.state import LedgerBehind, LedgerState
 from areal.system.run_paths import RunPaths
@@ -22,6 +22,7 @@ from areal.system.run_paths import RunPaths
 MAX_COUNT = 2**31 - 1
 """Largest step, version and rank: versions of tokens are int32."""
 _MAX_TEXT = 4096
+_MAX_SCORED = 64
 
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Size = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -79,6 +80,23 @@ class CompareRequest(TrainerRequest):
         score = self.score
         lengths = {len(score.answer_ids), len(score.logprobs)}
         return "" if len(lengths) == 1 and len(score.answer_ids) <= _MAX_TEXT else "score: its lists differ in length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest(TrainerRequest):
+    version: Count
+    rows: list[ScoredRow]
+    top_k: Annotated[int, Field(ge=0, le=_MAX_SCORED)]
+
+    def problem(self) -> str:
+        if not 1 <= len(self.rows) <= _MAX_SCORED:
+            return f"rows: there are {len(self.rows)}, and 1 to {_MAX_SCORED} are scored"
+        for row in self.rows:
+            if not 1 <= row.first < len(row.token_ids):
+                return f"rows: first is {row.first} in a row of {len(row.token_ids)} tokens"
+            if not 0 <= min(row.token_ids) <= max(row.token_ids) <= MAX_COUNT:
+                return "rows: a token id is out of range"
+        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.api.config import PPOConfig
-from areal.api.data import CanaryReport, ProbeScore, ProbeTokens, WeightUpdate
+from areal.api.data import CanaryReport, ProbeScore, ProbeTokens, ScoredRow, TokenScores, WeightUpdate
 from areal.api.engine import InferenceFleet
 from areal.api.errors import ArealError, RequestError
 from areal.api.workflow import AcceptFn, RolloutWorkflow
@@ -150,6 +150,12 @@ class FleetWeights:
     def probe_tokens(self, version: int) -> ProbeTokens | None:
         """What the servers answered to the canary probe of `version`; None without an answer."""
         return self._fleet.probe_tokens(version)
+
+    async def score(
+        self, rows: Sequence[ScoredRow], *, version: int, top_k: int, limit_s: float
+    ) -> list[TokenScores] | None:
+        """See `areal.api.engine.InferenceFleet.score`."""
+        return await self._fleet.score(rows, version=version, top_k=top_k, limit_s=limit_s)
 
     async def compare(self, score: ProbeScore, *, timeout_s: float) -> list[str] | None:
         """Compare the servers with the trainer. Returns the replicas that differed; None: still running, call again."""

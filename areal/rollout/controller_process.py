@@ -34,6 +34,7 @@ from areal.rollout.control_requests import (
     OutOfOrder,
     PublishRequest,
     Request,
+    ScoreRequest,
     TrainerRun,
     allowed_run,
     parse_request,
@@ -65,6 +66,7 @@ from areal.system.run_paths import RunPaths
 #     GET  /probe?version=N                           200 {"version", "probe": the servers' answer to the canary, or
 # null}
 #     POST /compare      CompareRequest               200 {"differing": [names]} | 204 not ready, repeat the call
+#     POST /score        ScoreRequest                 200 {"scores": of each row, or null}
 #     POST /consumed     ConsumedRequest
 #     POST /evaluate     EvaluationRequest            200 {"reward", "num", ...} | 204 and 409 as above
 #     POST /background   BackgroundRequest            200 {"state", "results": by mode} | with waits=true: 204 as above
@@ -101,6 +103,7 @@ def make_app(
             web.post("/publish", handlers.publish),
             web.get("/probe", handlers.probe),
             web.post("/compare", handlers.compare),
+            web.post("/score", handlers.score),
             web.post("/consumed", handlers.consumed),
             web.post("/evaluate", handlers.evaluate),
             web.post("/background", handlers.background),
@@ -191,6 +194,12 @@ class _Handlers:
         score = (await self._allowed(CompareRequest, request)).score
         differing = await self._controller.weights.compare(score, timeout_s=self._poll_s)
         return web.Response(status=204) if differing is None else _json({"differing": differing})
+
+    async def score(self, request: web.Request) -> web.Response:
+        asked = await self._allowed(ScoreRequest, request)
+        weights = self._controller.weights
+        scores = await weights.score(asked.rows, version=asked.version, top_k=asked.top_k, limit_s=2 * self._poll_s)
+        return _json({"scores": scores})
 
     async def consumed(self, request: web.Request) -> web.Response:
         asked = await self._allowed(ConsumedRequest, request)

@@ -47,6 +47,7 @@ from areal.trainer.kl_term import REF_KL
 from areal.trainer.minibatch import prefixed
 from areal.trainer.process_setup import TrainingRank, announce_ready, training_rank
 from areal.trainer.progress import Progress, TrainingLength
+from areal.trainer.ratio_causes import RatioCauses
 from areal.trainer.roles import PPORoles, build_roles
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import AdapterChannel, DeltaChannel, DiskChannel, HttpChannel
@@ -311,14 +312,17 @@ class PPOLoop:
         progress: Progress,
         clock: PhaseClock,
         add_samples: Callable[[int, BatchShare], None] | None = None,
+        measure: Callable[[TrainBatch, int], Metrics] = lambda batch, step: {},
         save: Callable[[int], None] = lambda steps_done: None,
     ) -> None:
-        """`after_step` gets the metrics of a step and the seconds of its phases; True ends the training.
+        """`measure` gets the batch before its update, while all servers hold the same weights. `after_step` gets the
+        metrics of a step and the seconds of its phases; True ends the training.
 
         `save` writes a recovery checkpoint while the loop waits for a batch. `add_samples` gets the number of steps
         done and the share of the last one, before `after_step`.
         """
         self._add_samples = add_samples
+        self._measure = measure
         self._save = save
         self._roles = roles
         self._batches = batches
@@ -359,6 +363,8 @@ class PPOLoop:
                     batch, distilled = teacher.with_advantages(batch) if teacher else (batch, {})
                 with phase("publish_weights"), phase("wait_servers"):
                     self._channel.wait_served()
+                with phase("log_ratio"):
+                    causes = self._measure(batch, info.step)
                 with phase("update"):
                     chosen, resampled = actor.with_resampling(batch)
                     metrics = resampled | actor.update(chosen, step=info.step)
@@ -369,7 +375,7 @@ class PPOLoop:
                     batch, measured = actor.after_update(batch)
             with phase("publish_weights"):
                 self._publish(info.step)
-            measured = merge_metrics(scored, filtered, mismatch, measured, distilled, batch_metrics(batch))
+            measured = merge_metrics(scored, filtered, mismatch, causes, measured, distilled, batch_metrics(batch))
             metrics = merge_metrics(metrics, measured, self._channel.metrics(), _share_metrics(share, began_s))
             with phase("after_step"):
                 if self._add_samples is not None:
@@ -546,6 +552,7 @@ def _join_run(
         progress=progress,
         clock=rank.clock,
         add_samples=add_samples,
+        measure=RatioCauses(config, actor, mesh, client).measure,
         save=after_step.save_recovery,
     )
 

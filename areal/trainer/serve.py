@@ -15,7 +15,6 @@ from areal.data.image_files import ImageFiles, RunImages
 from areal.data.prompt_stream import PromptStream
 from areal.data.tokenizer import tokenizer_of
 from areal.fleet.fleet import Fleet
-from areal.fleet.native import NATIVE
 from areal.fleet.server_backend import replica_factory
 from areal.ledger.ledger import Ledger
 from areal.models.model_shape import ModelShape
@@ -78,7 +77,7 @@ def serve_rollouts(
                 factory,
                 abandoned=abandoned,
                 seed=config.seed,
-                dtype=config.native.dtype if servers.backend == NATIVE.name else "bfloat16",
+                dtype=config.served_dtype,
                 experts=recorded_experts(config),
                 vision=vision,
             ),

@@ -15,7 +15,7 @@ import numpy as np
 from areal.api.columns import ColumnSpec, to_array
 from areal.api.config import TeacherConfig, TeacherServersConfig
 from areal.api.config.rollout import server_url
-from areal.api.data import Trajectory, TrajectoryGroup
+from areal.api.data import ScoredRow, TokenScores, Trajectory, TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.errors import ArealError, ConfigError, InputError, ServerUnavailable
 from areal.api.metrics import gather_or_cancel
@@ -24,7 +24,7 @@ from areal.api.workflow import RolloutWorkflow
 from areal.data.chat import encode_prompt
 from areal.data.token_spans import common_spans, pieces_of, spread
 from areal.data.tokenizer import Tokenizer, load_tokenizer
-from areal.fleet.server_backend import ScoringCall, TokenScores
+from areal.fleet.server_backend import ScoringCall
 from areal.fleet.server_client import ServerClient
 from areal.observe.log import get_logger
 from areal.observe.spans import span
@@ -105,16 +105,15 @@ class TeacherServers:
             await self._asked(server, [1, 1], 1, limit_s=min(self._timeout_s, _CHECK_LIMIT_S))
 
     async def _asked(self, server: _Server, token_ids: Sequence[int], first: int, *, limit_s: float) -> TokenScores:
-        scoring, top_k, client = self._scoring, self._top_k, server.client
+        row = ScoredRow(token_ids=list(token_ids), first=first)
         server.num_running += 1
         try:
             async with asyncio.timeout(limit_s):
-                answer = await client.post(scoring.path, scoring.body(token_ids, first, top_k))
+                return await self._scoring.ask(server.client, row, self._top_k)
         except TimeoutError as error:
-            raise client.no_answer(scoring.path, f"nothing in {limit_s:g} s") from error
+            raise server.client.no_answer(self._scoring.path, f"nothing in {limit_s:g} s") from error
         finally:
             server.num_running -= 1
-        return client.parsed(answer, lambda body: scoring.parse(body, token_ids, first, top_k))
 
     def close(self) -> None:
         for server in self._servers:

@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from areal.api.config.rollout import GenerationHyperparameters, NativeServerConfig
-from areal.api.data import GenerationRequest, GenerationResponse, PromptScoring, WeightSpec, WeightUpdate
+from areal.api.data import (
+    GenerationRequest,
+    GenerationResponse,
+    PromptScoring,
+    ScoredRow,
+    WeightSpec,
+    WeightUpdate,
+)
 from areal.api.errors import RequestError
 from areal.fleet.fleet import Fleet
 from areal.inference.engine import build_engine, request_limits
@@ -418,3 +425,24 @@ async def test_an_answer_brings_the_scores_of_its_prompt(native: NativeKit) -> N
         assert [len(place) for place in scores.draws] == [0, 1, 1, 1]
         assert [[value < 0 for value in row] for row in scores.targets] == [[True, False], [True, True]]
     assert (await fleet.agenerate(a_request("plain", 4))).prompt_scores is None
+
+
+async def test_the_fleet_scores_given_tokens_with_the_version_that_is_asked_for(native: NativeKit) -> None:
+    fleet = await native.fleet(1)
+    answer = await fleet.agenerate(a_request("row", 12))
+    row = ScoredRow(token_ids=[*PROMPT, *answer.output_ids], first=len(PROMPT))
+    found = await fleet.score([row, row], version=0, top_k=100, limit_s=60.0)
+    assert found is not None
+    for scores in found:
+        assert scores.logprobs == pytest.approx(answer.output_logprobs, abs=2e-5)
+        assert [len(place) for place in scores.top] == [64] * 12  # the whole vocabulary
+        assert math.exp(sum(math.log(sum(math.exp(value) for _, value in place)) for place in scores.top)) == (
+            pytest.approx(1.0, abs=1e-4)
+        )
+    assert await fleet.score([row], version=1, top_k=0, limit_s=60.0) is None
+
+
+async def test_a_row_that_servers_refuse_has_no_scores(native: NativeKit) -> None:
+    fleet = await native.fleet(1)
+    row = ScoredRow(token_ids=[5, 4000], first=1)
+    assert await fleet.score([row], version=0, top_k=0, limit_s=60.0) is None

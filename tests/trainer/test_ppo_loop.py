@@ -188,7 +188,9 @@ def config_of(folder, *, evaluator=None, recover=None, **actor):
         cluster=ClusterSpecConfig(fileroot=str(folder)),
         train_dataset=TrainDatasetConfig(path="none", batch_size=2),
         evaluator=evaluator or EvaluatorConfig(),
-        stats_logger=StatsLoggerConfig(samples_freq_steps=None),  # "table" has no tokenizer, also not on the hub
+        stats_logger=StatsLoggerConfig(
+            samples_freq_steps=None, causes_freq_steps=None
+        ),  # "table" has no tokenizer, also not on the hub
         recover=recover or RecoverConfig(mode="auto", freq_steps=2),
         actor=PPOActorConfig(**options),
     )

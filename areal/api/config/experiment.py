@@ -567,6 +567,12 @@ class PPOConfig(BaseExperimentConfig):
         return servers is not None and servers.num_replicas > 1
 
     @property
+    def served_dtype(self) -> str:
+        """In which the servers compute, as far as it bounds how much equal weights may differ."""
+        servers = self.allocation.inference
+        return self.native.dtype if servers is not None and servers.backend == "native" else "bfloat16"
+
+    @property
     def servers_start_empty(self) -> bool:
         """Whether the trainer makes the first policy, so that the servers wait for its weights."""
         lora = self.actor.lora

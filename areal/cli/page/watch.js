@@ -41,7 +41,7 @@ function takeFacts({ view, charts }) {
   showProblems(view);
   rowsInto("evaluations", ["evaluation", "#after step", "newest reward"],
     view.evaluations.map((one) => [one.name.replace("eval/", ""), one.step, element("span", one.unscored && "warn", one.unscored ? one.text : `${one.text}, no answer without a reward`)]));
-  showEpisodes(view.episodes);
+  showEpisodes(view.episodes, view.causes);
   showProcesses(view);
   board.show(charts);
 }
@@ -56,7 +56,8 @@ function showProblems(view) {
   find("problem-list").replaceChildren(...lines.map(([kind, text]) => element("li", kind, text)));
 }
 
-function showEpisodes(episodes) {
+function showEpisodes(episodes, causes) {
+  find("causes").textContent = causes;
   find("counts").replaceChildren(...["admitted", "running", "waiting", "batched", "consumed", "rejected", "failed"]
     .filter((name) => name in episodes).map((name) => fact(name === "consumed" ? "trained" : name, number(episodes[name]))));
   const rows = Object.entries(episodes.reasons ?? {}).sort((one, other) => other[1] - one[1]).map(([reason, count]) => {

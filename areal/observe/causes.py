@@ -1,0 +1,27 @@
+"""The largest cause of the log-ratio of trained tokens (batch/log_ratio/*), and what makes it smaller."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+REMEDIES = {
+    "numerics": "give `actor` and the servers one dtype (native.head_dtype); rollout_correction bounds what remains",
+    "staleness": "lower rollout.max_head_offpolicyness, or shorten the longest answers",
+    "sampling": "set gconfig.top_p=1 and no gconfig.top_k: the loss does not know the tokens that they leave out",
+    "drift": "train on the tokens that the server returned (`areal test-workflow`); no weight_update: keep_cache",
+}
+_MIN_NATS = 1e-3
+"""Below it the policies are equal for every purpose of training."""
+
+
+def causes_text(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Of the newest of some lines of metrics.jsonl that has the causes, as one line; empty without any."""
+    row = next((row for row in reversed(list(rows)) if "batch/log_ratio_abs/whole" in row), None)
+    if row is None:
+        return ""
+    sizes = {name: row.get(f"batch/log_ratio_abs/{name}") or 0.0 for name in REMEDIES}
+    name = max(sizes, key=sizes.__getitem__)
+    whole = row["batch/log_ratio_abs/whole"]
+    text = f"log-ratio of trained tokens at step {row['step']}: {whole:.2g} nats a token"
+    if sizes[name] < _MIN_NATS:
+        return text
+    return f"{text}, most of it {name} ({sizes[name]:.2g}): {REMEDIES[name]}"
