@@ -1,6 +1,8 @@
 """Writes the model and the warm-up rows of an example: a small tokenizer, random weights, dialogues. No network.
 
-python examples/environments/prepare.py FOLDER --task mixture|guess|nim [--seed 0]
+python examples/environments/prepare.py FOLDER --task mixture|guess|nim|smollm2 [--seed 0]
+
+`smollm2`: warm-up rows of the mixture alone, for the model of `areal fetch smollm2`.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content or '' }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+SMOLLM2_ROWS = 12 * 8
+WORDS = ("cat", "dog", "bus", "map", "pen", "cup", "hat", "box", "key", "jam", "fox", "net", "pig", "log", "fan", "zip")
 RIGHT = 0.6
 """Share of good answers in the warm-up of mixture and guess: the others teach the form only."""
 
@@ -56,6 +60,17 @@ def mixture_row(rng: random.Random) -> Row:
     word = "".join(rng.choices(string.ascii_lowercase, k=rng.randrange(3, 6)))
     answer = word[::-1] if rng.random() < RIGHT else "".join(rng.sample(word, len(word)))
     return {"prompt": asked(f"{SPELL}{word}"), "answer": answer}
+
+
+def smollm2_row(rng: random.Random) -> dict[str, list[Row]]:
+    """A sum or a word of three letters, with the right answer, as messages."""
+    if rng.randrange(2):
+        first, second, sign = rng.randrange(1, 10), rng.randrange(1, 10), rng.choice("+-")
+        question, answer = f"{SUM}{first} {sign} {second} =", str(first + second if sign == "+" else first - second)
+    else:
+        word = rng.choice(WORDS)
+        question, answer = f"{SPELL}{word}", word[::-1]
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
 def guess_row(rng: random.Random) -> Row:
@@ -103,11 +118,15 @@ MAKERS: dict[str, Callable[[random.Random], Row]] = {"mixture": mixture_row, "gu
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where model/ and warm_up.jsonl are written")
-    parser.add_argument("--task", choices=PIECES, required=True)
+    parser.add_argument("--task", choices=[*PIECES, "smollm2"], required=True)
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the rows")
     args = parser.parse_args()
     folder, rng = args.folder.resolve(), random.Random(args.seed)
     folder.mkdir(parents=True, exist_ok=True)
+    if args.task == "smollm2":
+        chats = [smollm2_row(rng) for _ in range(SMOLLM2_ROWS)]
+        (folder / "warm_up.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+        return
     characters = [*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n"]
     tokens = ["<pad>", "<|end|>", "<unk>", "<|user|>", "<|assistant|>", *PIECES[args.task], *characters]
     tokenizer = character_tokenizer(tokens, end="<|end|>", context_length=CONTEXT[args.task], chat_template=TEMPLATE)

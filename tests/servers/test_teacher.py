@@ -12,7 +12,7 @@ from areal.system.network import TEACHER_TOKEN, run_token
 from areal.trainer.teacher_servers import TeacherServers, teacher_problem
 from tests.servers.checkpoints import VOCAB_SIZE, build_model
 from tests.servers.real_server import RealServer
-from tests.servers.server_kit import PROMPT, TOLERANCE, largest_gap
+from tests.servers.server_kit import PROMPT, TOLERANCE, VLLM_ONLY, largest_gap
 
 
 @pytest.mark.parametrize("top_k", [0, 5, 20])
@@ -41,3 +41,14 @@ async def test_a_teacher_scores_the_tokens_of_the_student_as_transformers_does(
             assert largest_gap([logprob for _, logprob in place], expected[tokens].tolist()) < TOLERANCE
             assert largest_gap([logprob for _, logprob in place], expected.topk(top_k).values.tolist()) < TOLERANCE
             assert len({*tokens}) == top_k
+
+
+@VLLM_ONLY
+async def test_more_tokens_than_vllm_was_started_for_are_refused_before_the_start(
+    server: RealServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TEACHER_TOKEN, run_token())
+    options = TeacherServersConfig(server_addrs=[server.address], backend="vllm")
+    problem = await asyncio.to_thread(teacher_problem, TeacherConfig(servers=[options], top_k=64, loss_coef=1.0))
+    assert "64" in problem
+    assert "20" in problem
