@@ -165,7 +165,7 @@ async def _repeat(config: PPOConfig, events: Sequence[Event], payloads: PayloadR
                 fleet.served(event["version"]).set_result(None)
             case "consumed":  # the servers have begun to install its version
                 await _start_update(controller, event["version"], sent)
-                await controller.consumed(event["step"], event["version"])
+                await controller.consumed(event["step"], event["version"], ess=event.get("ess"))
             case _:
                 continue
         if event["event"] not in _ENDS or not _is_end_next(events, place):

@@ -146,7 +146,7 @@ class StaleBatches:
             group = answers[index * SAMPLES : (index + 1) * SAMPLES]
             yield TrajectoryGroup(trajectories=[_trajectory(one, row, self._tokenizer, version) for one in group])
 
-    def consumed(self, step: int, version: int, weights_checksum: str) -> None:
+    def consumed(self, step: int, version: int, weights_checksum: str, ess: float | None) -> None:
         """Nothing is recorded."""
 
 

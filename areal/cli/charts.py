@@ -68,6 +68,7 @@ _SPECS = (
         ("rollout/staleness_mean", "rollout/staleness_max"),
         ("rollout.max_head_offpolicyness",),
     ),
+    _Spec("rollout", "set-point of staleness", ("rollout/setpoint/target", "rollout/setpoint/value")),
     _Spec("rollout", "speed of one answer by server", ("rollout/replica_tokens_per_s/*",)),
     *(_Spec("policy", name, keys) for name, keys in CURVES.items() if name not in ("reward", "loss")),
 )

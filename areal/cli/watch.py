@@ -33,6 +33,7 @@ from areal.launcher.preflight import has_launcher
 from areal.launcher.result import episodes_of, recorded_alarms, recorded_restarts
 from areal.launcher.status import StatusSource
 from areal.ledger.event_files import open_reader
+from areal.ledger.show import setpoint_text
 from areal.ledger.state import LedgerState
 from areal.observe.alarms import Alarm, alarms_text, by_meaning
 from areal.observe.causes import causes_text
@@ -57,6 +58,7 @@ CURVES = {
 """Name -> the metrics of which the first recorded one is its curve."""
 _SPEED = "rollout/generated_tokens_per_s"
 _STALENESS = "rollout/staleness_frac/"
+_SETPOINT = "rollout/setpoint/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,7 @@ class RunView:
     unscored: Sequence[str]  # The newest results of evaluations with answers without a reward.
     staleness: Mapping[str, float]  # Staleness in versions -> share of the generated tokens of the newest steps.
     causes: str  # What makes policy and servers differ, in a sentence; empty when it was not measured.
+    setpoint: Mapping[str, float]  # Target, value, error and lead, mean of the newest steps; empty = no set-point.
     seconds_by_phase: Mapping[str, float]  # Mean of the newest steps, the longest first.
     waits: Mapping[str, float]  # Who waits for whom -> share of the time of the newest steps.
     waiting_for: str  # What a running run waits for now.
@@ -251,6 +254,7 @@ class Watched:
             unscored=[f"{one.name}/reward: {one.text}" for one in self._metrics.results.values() if one.unscored],
             staleness=_staleness(rows),
             causes=causes_text(rows),
+            setpoint=_setpoint(rows),
             seconds_by_phase=phases_of(rows),
             waits=waits_of(rows),
             waiting_for=(status or {}).get("waiting_for", ""),
@@ -379,6 +383,12 @@ def _staleness(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     newest = [row for row in rows[-WINDOW:] if "rollout/staleness_mean" in row]
     names = sorted({name for row in newest for name in row if name.startswith(_STALENESS)}, key=_number)
     return {name.removeprefix(_STALENESS): fmean(row.get(name, 0.0) for row in newest) for name in names}
+
+
+def _setpoint(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    names = {name for row in rows[-WINDOW:] for name in row if name.startswith(_SETPOINT)}
+    means = {name: fmean(row[name] for row in rows[-WINDOW:] if name in row) for name in names}
+    return {name.removeprefix("rollout/"): value for name, value in means.items()}
 
 
 def _number(name: str) -> int:
@@ -636,6 +646,8 @@ def _episodes(found: RunView) -> RenderableType:
         parts += [Text(f"\nstaleness in policy versions, last {WINDOW} steps", style="bold"), _shares(rows)]
     if found.causes:
         parts.append(Text(found.causes))
+    if found.setpoint:
+        parts.append(Text(setpoint_text(found.setpoint)))
     return Group(*parts)
 
 

@@ -529,16 +529,25 @@ class Ledger:
         """The answer of the servers to the canary probe of `version` was compared with the trainer's score."""
         self._record({"event": "compared", "version": version, "canary": dataclasses.asdict(report)})
 
-    def admit(self, *, version: int) -> int:
-        """The next episode starts. Returns its id, which is its position in the prompt stream."""
+    def admit(self, *, version: int, ahead: int | None = None) -> int:
+        """The next episode starts. Returns its id, which is its position in the prompt stream.
+
+        `ahead`: see `RunningEpisode.ahead`.
+        """
         episode_id = len(self.state.states)
-        self._record({"event": "admitted", "id": episode_id, "attempt": 0, "version": version})
+        event: Event = {"event": "admitted", "id": episode_id, "attempt": 0, "version": version}
+        if ahead is not None:
+            event["ahead"] = ahead
+        self._record(event)
         return episode_id
 
-    def admit_again(self, episode_id: int, *, version: int) -> int:
+    def admit_again(self, episode_id: int, *, version: int, ahead: int | None = None) -> int:
         """A running episode of an earlier attempt starts again. Returns the number of the attempt."""
         attempt = self.state.running[episode_id].attempt + 1
-        self._record({"event": "admitted", "id": episode_id, "attempt": attempt, "version": version})
+        event: Event = {"event": "admitted", "id": episode_id, "attempt": attempt, "version": version}
+        if ahead is not None:
+            event["ahead"] = ahead
+        self._record(event)
         return attempt
 
     def accept(
@@ -612,15 +621,17 @@ class Ledger:
         )
         return self.state.batches[step]
 
-    def consumed(self, *, step: int, version: int, weights: str = "") -> None:
+    def consumed(self, *, step: int, version: int, weights: str = "", ess: float | None = None) -> None:
         """The trainer has trained on batch `step` and sent `version`. A repeated call changes nothing.
 
-        `weights`: checksum of the actor's weights after the step, in hex; empty = unknown.
+        `weights`: checksum of the actor's weights after the step, in hex; empty = unknown. `ess`: effective sample size
+        of its importance weights before the update, as a share of the tokens; None = not measured.
         """
         if self.state.trained_steps == step + 1 and step in self.state.consumed_steps:
             return
         kind = "trained_again" if step in self.state.consumed_steps else "consumed"
-        self._record({"event": kind, "step": step, "version": version, "weights": weights, "at": self._clock()})
+        event: Event = {"event": kind, "step": step, "version": version, "weights": weights, "at": self._clock()}
+        self._record(event if ess is None else event | {"ess": ess})
 
     def evaluated(
         self, *, step: int, mode: str, result: dict[str, float], rewards: dict[str, list[tuple[int, float]]]

@@ -429,7 +429,18 @@ def show_step(folder: Path, step: int) -> list[str]:
     head = [f"batch of step {step}", *timeline.lines()]
     if batch["mask_before"] > 0:
         head.append(f"tokens of versions below {batch['mask_before']} are masked")
+    if text := setpoint_text({name: value for name, value in batch["stats"].items() if name.startswith("setpoint/")}):
+        head.append(text)
     return head + _batch_table(batch, accepted, rows)
+
+
+def setpoint_text(stats: Mapping[str, float]) -> str:
+    """What the statistics `setpoint/*` of batches say about rollout.target_staleness; empty = it is not set."""
+    if not stats:
+        return ""
+    shown = [f"{name} {stats[f'setpoint/{name}']:.3g}" for name in ("target", "value", "error", "lead")
+             if f"setpoint/{name}" in stats]  # fmt: skip
+    return f"set-point of staleness: {', '.join(shown)} versions"
 
 
 def _batch_table(batch: Event, accepted: dict[int, Event], rows: PromptStream[int] | None) -> list[str]:

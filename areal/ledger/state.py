@@ -95,6 +95,8 @@ class RunningEpisode(NamedTuple):
     attempt: int
     version: int
     """Policy version when this attempt started."""
+    ahead: int | None
+    """Episodes accepted or running at that time beyond those that this version needs; None = not recorded."""
 
 
 class AcceptedEpisode(NamedTuple):
@@ -109,6 +111,8 @@ class AcceptedEpisode(NamedTuple):
     stats: dict[str, float]
     """Statistics of the workflow."""
     counts: TokenCounts
+    ahead: int | None = None
+    """See `RunningEpisode.ahead`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +160,8 @@ class LedgerState:
     last_published: Event | None = None
     trained_steps: int | None = None
     """Completed train steps, reported by the trainer at its attach and after each step; None = no trainer so far."""
+    ess: float | None = None
+    """Effective sample size of the batch trained on last, as a share of its tokens; None = not measured."""
     skipped_steps: int = 0
     """Train steps completed before this ledger started (its folder is new)."""
     identity: Event | None = None
@@ -339,10 +345,12 @@ class LedgerState:
             if attempt != self.running[episode_id].attempt + 1:
                 previous = self.running[episode_id].attempt
                 raise _broken(f"episode {episode_id}: attempt {attempt} follows attempt {previous}")
-        self.running[episode_id] = RunningEpisode(attempt, event["version"])
+        ahead: int | None = event["ahead"] if "ahead" in event else None  # noqa: SIM401 - once for each episode
+        self.running[episode_id] = RunningEpisode(attempt, event["version"], ahead)
 
     def _accepted(self, event: Event) -> None:
         episode_id: int = event["id"]
+        ahead = self.running[episode_id].ahead if episode_id in self.running else None
         self._end(episode_id, WAITING, "accepted")
         where = tuple(event["payload"])
         if where[0] > self.last_segment:
@@ -354,6 +362,7 @@ class LedgerState:
             event["tokens"],
             event["stats"],
             counts_of_event(event),
+            ahead,
         )
 
     def _rejected(self, event: Event) -> None:
@@ -402,7 +411,7 @@ class LedgerState:
             raise _broken(f"step {step} consumed twice without a trainer going back to it")
         self._move_all(self.batches[step].episode_ids, BATCHED, CONSUMED)
         self.consumed_steps.add(step)
-        self.trained_steps = step + 1
+        self.trained_steps, self.ess = step + 1, event.get("ess")
 
     def _skipped(self, event: Event) -> None:
         step: int = event["step"]
@@ -417,7 +426,7 @@ class LedgerState:
         step: int = event["step"]
         if step not in self.consumed_steps:
             raise _broken(f"step {step} trained again, but it was never consumed")
-        self.trained_steps = step + 1
+        self.trained_steps, self.ess = step + 1, event.get("ess")
 
     def _evaluated(self, event: Event) -> None:
         self.evaluations[event["step"], event["mode"]] = event["result"]

@@ -69,6 +69,11 @@ rollout/staleness_mean: versions: Mean staleness of the generated tokens.
 rollout/staleness_max: versions: Highest staleness of a token.
 rollout/stale_tokens_frac: share: Generated tokens with a staleness above rollout.max_head_offpolicyness.
 rollout/staleness_frac/N: share: Generated tokens with staleness N; the last one includes all higher values.
+rollout/setpoint/target: versions or share: Staleness, or effective sample size, to hold (rollout.target_staleness).
+rollout/setpoint/value: versions or share: The mean staleness, or the effective sample size of the batch before.
+rollout/setpoint/error: versions or share: That value minus the target.
+rollout/setpoint/lead: versions: How far ahead of the served version episodes may start from this batch on.
+rollout/setpoint/used_lead: versions: How far ahead the episodes of the batch started, mean.
 rollout/wait_s: s: Time for which the trainer waited for the batch.
 rollout/queue_length: episodes: Accepted episodes that were not in the batch.
 rollout/running: episodes: Running episodes when the batch was made.

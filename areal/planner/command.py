@@ -82,6 +82,13 @@ def _setting(given: argparse.Namespace) -> tuple[Setting, MeasuredRun | None]:
     if inference is None:
         text = f"allocation_mode={config.allocation_mode} has no servers: a plan needs them"
         raise ConfigError(text, code="plan.no_servers")
+    target = config.rollout.target_staleness
+    if target.ess is not None:
+        text = "rollout.target_staleness.ess: a plan has no importance weights: use mean, or remove it"
+        raise ConfigError(text, code="plan.set_point")
+    if given.search and target.mean is not None:
+        text = "rollout.target_staleness.mean: --search compares values of max_head_offpolicyness: remove it"
+        raise ConfigError(text, code="plan.set_point")
     servers, dp_size = inference.num_replicas, config.allocation.train[0].parallel.dp
     seen: MeasuredRun | None = None
     if given.card:

@@ -59,6 +59,8 @@ class Setting:
     lost: LostServer | None = None
     work_from: Callable[[int, int], Workload] | None = None
     """(version, episode) -> the work of an episode, when it changes in the run."""
+    ess_of: Callable[[float], float] | None = None
+    """Mean staleness of a batch -> effective sample size of its importance weights; None = not measured."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -344,7 +346,8 @@ class _Trainer:
             while not await controller.weights.start(update, timeout_s=_CALL_S):
                 pass
             self._sent = update
-            await controller.consumed(step, step + 1)
+            ess = None if setting.ess_of is None else setting.ess_of(record.stats["staleness_mean"])
+            await controller.consumed(step, step + 1, ess=ess)
             by_staleness = Counter[int]()
             for episode_id in record.episode_ids:
                 for version, _, generated in self._log.by_version.pop(episode_id):

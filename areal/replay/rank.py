@@ -55,7 +55,7 @@ class RecordedBatches:
             return self._regraded.share(record, dp_rank=self._dp_rank, dp_size=self._dp_size)
         return read_share(self._payloads, record, dp_rank=self._dp_rank, dp_size=self._dp_size)
 
-    def consumed(self, step: int, version: int, weights_checksum: str) -> None:
+    def consumed(self, step: int, version: int, weights_checksum: str, ess: float | None) -> None:
         self.weights_checksum = weights_checksum
 
     def close(self) -> None:

@@ -209,9 +209,12 @@ class RolloutClient:
         """Ids of the replicas that an update to `version` must reach."""
         return orjson.loads(self._call(f"/replicas?version={version}", None, "for its live replicas"))["live"]
 
-    def consumed(self, step: int, version: int, weights_checksum: str = "") -> None:
-        """Batch `step` was trained on and `version` sent. `weights_checksum` (hex): of the actor after it."""
-        request = ConsumedRequest(run_id=self._run_id, step=step, version=version, weights_checksum=weights_checksum)
+    def consumed(self, step: int, version: int, weights_checksum: str = "", ess: float | None = None) -> None:
+        """Batch `step` was trained on and `version` sent. `weights_checksum` (hex): of the actor after it. `ess`:
+        effective sample size of the batch as a share of its tokens, None = not measured."""
+        request = ConsumedRequest(
+            run_id=self._run_id, step=step, version=version, weights_checksum=weights_checksum, ess=ess
+        )
         self._call("/consumed", request, f"to report step {step} as consumed")
 
     def evaluate(self, step: int, mode: str) -> dict[str, float]:

@@ -104,6 +104,7 @@ class ConsumedRequest(TrainerRequest):
     step: Count
     version: Count
     weights_checksum: Annotated[str, Field(pattern=r"^[0-9a-f]{0,128}$")]
+    ess: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

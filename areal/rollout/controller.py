@@ -253,6 +253,7 @@ class Controller:
             smallest_batch=limits.smallest_batch,
             max_staleness=limits.max_staleness,
             on_stale=options.on_stale,
+            setpoint=limits.setpoint,
             producer=self._producer,
             on_fatal=self.fail,
         )
@@ -408,6 +409,7 @@ class Controller:
         if step not in self._ledger.state.batches:
             self._require_weights()
         record = await self.batches.get(step, timeout_s=timeout_s)
+        self._executor.admit()  # a batch leaves room in the queue, and moves the set-point of staleness
         if record is None:
             self.require_running()
             self._require_weights()
@@ -428,10 +430,10 @@ class Controller:
             return None
         return self._fleet.live_replicas(version)
 
-    async def consumed(self, step: int, version: int, weights_checksum: str = "") -> None:
+    async def consumed(self, step: int, version: int, weights_checksum: str = "", *, ess: float | None = None) -> None:
         """The trainer has trained on batch `step` and sent `version`, which the fleet may be installing."""
         self._ledger.state.require_batch(step, version)
-        self._ledger.consumed(step=step, version=version, weights=weights_checksum)
+        self._ledger.consumed(step=step, version=version, weights=weights_checksum, ess=ess)
         self._executor.drop_stale()
         await self._ledger.durable()
         self._resume_with_trainer()

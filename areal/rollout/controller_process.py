@@ -203,7 +203,7 @@ class _Handlers:
 
     async def consumed(self, request: web.Request) -> web.Response:
         asked = await self._allowed(ConsumedRequest, request)
-        await self._controller.consumed(asked.step, asked.version, asked.weights_checksum)
+        await self._controller.consumed(asked.step, asked.version, asked.weights_checksum, ess=asked.ess)
         return _json({})
 
     async def evaluate(self, request: web.Request) -> web.Response:

@@ -625,9 +625,10 @@ class Executor:
         return why_closed(self.limits, self._gate_counts())
 
     def _gate_counts(self) -> GateCounts:
-        state = self._ledger.state
+        state, setpoint = self._ledger.state, self.limits.setpoint
         rejected = 0 if self.limits.smallest_batch is None else state.counts[REJECTED]
         return GateCounts(
+            lead=None if setpoint is None else round(setpoint.lead(state) * self.limits.batch_size),
             running=len(self._tasks),
             accepted=state.num_accepted + rejected + state.skipped_steps * self.limits.batch_size,
             version=state.version,
@@ -652,18 +653,20 @@ class Executor:
         """Start as many episodes as the gate allows, first those that ran when the previous controller died."""
         if not self.is_open:
             return
-        version = self._ledger.state.version
-        free = room(self.limits, self._gate_counts())
+        version, counts = self._ledger.state.version, self._gate_counts()
+        free = room(self.limits, counts)
+        ahead = None if counts.lead is None else counts.ahead(self.limits.batch_size)
         if free > STARTS_PER_TURN:
             free = STARTS_PER_TURN
             self._admit_next_turn()
-        while free > 0 and self._to_restart:
-            episode_id = self._to_restart.popleft()
-            self._ledger.admit_again(episode_id, version=version)
+        for started in range(free):
+            place = None if ahead is None else ahead + started
+            if self._to_restart:
+                episode_id = self._to_restart.popleft()
+                self._ledger.admit_again(episode_id, version=version, ahead=place)
+            else:
+                episode_id = self._ledger.admit(version=version, ahead=place)
             self._start(episode_id)
-            free -= 1
-        for _ in range(free):
-            self._start(self._ledger.admit(version=version))
 
     def _admit_next_turn(self) -> None:
         """One look at the gate for all episodes that end in a turn of the loop."""

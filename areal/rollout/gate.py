@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from areal.api.config import PPOConfig
+from areal.rollout.setpoint import SetPoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,8 @@ class GateLimits:
     """Episodes of the smallest batch, when rejected episodes count as part of a train step (rollout.dynamic_bs)."""
     queue_size: int | None = None
     """Maximum number of episodes that run or wait for a train step; None = no such limit."""
+    setpoint: SetPoint | None = None
+    """Paces admission below the maximum staleness (rollout.target_staleness)."""
 
     @classmethod
     def of(cls, config: PPOConfig, *, total_steps: int) -> Self:
@@ -33,6 +36,7 @@ class GateLimits:
             total_episodes=total_steps * batch_size,
             smallest_batch=config.allocation.train[0].parallel.dp if config.rollout.dynamic_bs else None,
             queue_size=config.rollout.queue_size,
+            setpoint=SetPoint.of(config),
         )
 
     def open_until(self, version: int) -> int:
@@ -54,6 +58,12 @@ class GateCounts:
     """Policy version of the servers."""
     next_step: int
     """The first train step without a batch."""
+    lead: int | None = None
+    """Episodes that may start beyond those that `version` needs, by the set-point; None = no set-point."""
+
+    def ahead(self, batch_size: int) -> int:
+        """Episodes accepted or running beyond those that the batches up to `version` need; negative = some lack."""
+        return self.accepted + self.running - (self.version + 1) * batch_size
 
 
 def room(limits: GateLimits, counts: GateCounts) -> int:
@@ -69,6 +79,8 @@ def room(limits: GateLimits, counts: GateCounts) -> int:
     free = by_staleness if by_staleness < by_concurrency else by_concurrency
     if limits.queue_size is not None and limits.queue_size - waiting - running < free:
         free = limits.queue_size - waiting - running
+    if counts.lead is not None:
+        free = min(free, counts.lead - counts.ahead(limits.batch_size))
     smallest = limits.smallest_batch
     if smallest is not None and waiting + running < smallest and counts.next_step == counts.version:
         free = max(free, min(smallest - waiting - running, by_concurrency))
@@ -90,6 +102,9 @@ def why_closed(limits: GateLimits, counts: GateCounts) -> str:
         return (
             f"{waiting} waiting and {running} running episodes reach the limit rollout.queue_size={limits.queue_size}"
         )
+    if counts.lead is not None and counts.ahead(limits.batch_size) >= counts.lead:
+        lead = f"{counts.lead} episodes more than version {version} needs, which rollout.target_staleness allows now"
+        return f"{started} are the {lead}, until policy version {version + 1} is published"
     return (
         f"{started} reach the limit ({limits.max_staleness} + {version} + 1) x {limits.batch_size} = "
         f"{limits.open_until(version)} until policy version {version + 1} is published"

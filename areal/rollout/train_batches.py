@@ -23,6 +23,7 @@ from areal.ledger.ledger import Ledger
 from areal.ledger.payload import PayloadHead, payload_head, table_of
 from areal.ledger.state import REJECTED, WAITING, AcceptedEpisode, BatchRecord, TokenCounts
 from areal.rollout.executor import ProducerStats
+from areal.rollout.setpoint import SetPoint
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Splits a train batch into shares, one per data-parallel rank, and computes its statistics. Pure.
@@ -175,10 +176,12 @@ class TrainBatches:
         smallest_batch: int | None = None,
         max_staleness: int,
         on_stale: str,
+        setpoint: SetPoint | None = None,
         producer: ProducerStats,
         on_fatal: Callable[[Exception], None],
     ) -> None:
         self._ledger = ledger
+        self._setpoint = setpoint
         self._batch_size = batch_size
         self._smallest_batch = smallest_batch
         self._max_staleness = max_staleness
@@ -353,6 +356,8 @@ class TrainBatches:
         stats["wait_s"] = now_s - self._requested_s.pop(step, now_s)
         stats["queue_length"] = float(len(state.waiting) - len(ids))
         stats["running"] = float(len(state.running))
+        if self._setpoint is not None:
+            stats |= self._setpoint.stats(state, sums.episodes, stats["staleness_mean"])
         stats |= self._producer.since_last_batch(now_s, [episode.num_tokens for episode in sums.episodes])
         self._ledger.batched(step=step, version=version, mask_before=floor, episode_ids=ids, stats=stats)
         composed = self._wanted.pop(step)

@@ -59,7 +59,7 @@ from areal.data.pack import SESSION_IDS, by_session, session_view, take
 from areal.trainer.first_pass import FirstPass
 from areal.trainer.kl_term import REF_KL, kl_penalty, num_candidates, with_candidates
 from areal.trainer.minibatch import FILTERED, Passes, global_mean, prefixed, train_on_minibatches, without_filtered
-from areal.trainer.off_policy import BEHAVIOUR_WEIGHTS, needs_prox_logprobs, with_correction
+from areal.trainer.off_policy import BEHAVIOUR_WEIGHTS, with_correction
 from areal.trainer.policy_update import PolicyUpdate
 from areal.trainer.progress import updating
 from areal.trainer.recover import ActorState
@@ -372,7 +372,7 @@ class PPOActor:
     def with_prox_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add the policy's outputs before the update that the loss, the KL or the baseline needs."""
         config = self._config
-        is_needed = needs_prox_logprobs(config)
+        is_needed = config.needs_prox_logprobs
         if not (is_needed or config.has_token_baseline) and num_candidates(config) is None:
             return batch
         if self._shares_first_pass and not self._has_sessions(batch):

@@ -13,7 +13,7 @@ from areal.api.engine import TrainEngine
 from areal.data.pack import take, token_positions
 from areal.trainer.kl_term import num_candidates
 from areal.trainer.minibatch import FILTERED, Passes, sequences_in_loss, without_filtered
-from areal.trainer.off_policy import BEHAVIOUR_WEIGHTS, correction_of, drops, is_around_prox
+from areal.trainer.off_policy import BEHAVIOUR_WEIGHTS, correction_of, drops
 
 
 def may_share_first_pass(run: PPOConfig) -> bool:
@@ -36,7 +36,7 @@ def may_share_first_pass(run: PPOConfig) -> bool:
         or (config.kl_ctl > 0 and run.ref is not None)
     )
     is_measured = config.prox_logp_method != "recompute" or (options is not None and options.numerator == "training")
-    in_training = is_around_prox(config) and not is_measured and config.ppo_epochs == 1
+    in_training = config.is_around_prox and not is_measured and config.ppo_epochs == 1
     return in_training and not reads_batch and not before_update
 
 

@@ -27,24 +27,12 @@ BEHAVIOUR_WEIGHTS = ColumnSpec("behaviour_weights", made_by="with_correction")
 """[T] float32, factors of the loss of each token."""
 
 
-def is_around_prox(config: PPOActorConfig) -> bool:
-    """Whether the old policy of the loss is the trainer's at the start of the update; otherwise the servers'."""
-    return config.use_decoupled_loss or config.recompute_logprob
-
-
-def needs_prox_logprobs(config: PPOActorConfig) -> bool:
-    """Whether a forward pass before the update computes that policy's log-probabilities, for loss or metrics."""
-    if is_around_prox(config):
-        return config.prox_logp_method != "loglinear"
-    return config.rollout_correction is not None and config.rollout_correction.numerator == "old"
-
-
 def old_logprobs(batch: TrainBatch, config: PPOActorConfig, logprobs: Tensor) -> Tensor:
     """Log-probabilities of the old policy of the loss, [T]. Raises StageError when they are missing.
 
     `logprobs` [T] of the policy in training, from which loglinear interpolates the proximal policy.
     """
-    if not is_around_prox(config):
+    if not config.is_around_prox:
         return batch.rollout_logprobs
     if config.prox_logp_method == "loglinear":
         return loglinear_logprobs(logprobs, batch.rollout_logprobs, _prox_position(batch))
@@ -56,7 +44,7 @@ def prox_errors(logprobs: Tensor, batch: TrainBatch | None, config: PPOActorConf
 
     `logprobs` [T] of the policy in training. `batch` None: T = 0, for the names.
     """
-    if config.prox_logp_method != "metrics" or not is_around_prox(config):
+    if config.prox_logp_method != "metrics" or not config.is_around_prox:
         return {}
     if batch is None:
         return approximation_errors(logprobs, logprobs, logprobs, logprobs, logprobs.bool())
@@ -86,7 +74,7 @@ def with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce
     here: see `late_correction`. With apply_weights=false and no bound the
     batch is only measured. A session that was cut into several sequences counts as one.
     """
-    if not needs_prox_logprobs(config):
+    if not config.needs_prox_logprobs:
         return batch, {}
     view = session_view(batch)
     if view is None:
@@ -120,7 +108,7 @@ def _with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduc
         weight = found.stats["correction/weight"]
         metrics["correction/ess"] = effective_sample_size(weight.values, weight.mask, reduce=reduce)
     metrics = prefixed("batch", metrics)
-    if not is_around_prox(config):  # only measured: the KL in the reward keeps the servers' log-probabilities
+    if not config.is_around_prox:  # only measured: the KL in the reward keeps the servers' log-probabilities
         return replace(batch, prox_logprobs=None), metrics
     batch = batch.with_column(BEHAVIOUR_WEIGHTS, found.weights)
     if options.renormalize:
@@ -130,7 +118,7 @@ def _with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduc
 
 def behaviour_weights(batch: TrainBatch, config: PPOActorConfig) -> Tensor | None:
     """The factor of each token's loss, [T], or None. Raises StageError when it is needed and missing."""
-    early = is_around_prox(config) and needs_prox_logprobs(config)
+    early = config.is_around_prox and config.needs_prox_logprobs
     if early and correction_of(config) is not None:
         return batch.column(BEHAVIOUR_WEIGHTS)
     return batch.columns.get(BEHAVIOUR_WEIGHTS)
@@ -145,7 +133,7 @@ def late_correction(tokens: PolicyTokens, config: PPOActorConfig) -> Correction 
     """
     options = correction_of(config)
     in_training = options is not None and options.numerator == "training"
-    is_guessed = config.prox_logp_method == "loglinear" and is_around_prox(config)
+    is_guessed = config.prox_logp_method == "loglinear" and config.is_around_prox
     if options is None or not (in_training or is_guessed):
         return None
     spans = Spans(tokens.mask, tokens.sequence_index, tokens.num_sequences)

@@ -188,6 +188,7 @@ _IMAGE_NUMBERS = 35
 """Numbers of an image in a message between ranks: 3 of its grid, 32 bytes of its digest."""
 _NOT_FINITE = -1e9
 """JSON has no NaN."""
+_ESS = "batch/mismatch/ess_token"
 
 
 class ScoringEngine(Protocol):
@@ -293,8 +294,9 @@ class BatchSource(Protocol):
         """This rank's share of batch `step`; blocks until it is ready."""
         ...
 
-    def consumed(self, step: int, version: int, weights_checksum: str) -> None:
-        """Report that batch `step` was trained on and `version` sent; called on rank 0."""
+    def consumed(self, step: int, version: int, weights_checksum: str, ess: float | None) -> None:
+        """Report that batch `step` was trained on and `version` sent; called on rank 0. `ess`: effective sample size
+        of its tokens, None = not measured."""
         ...
 
 
@@ -374,7 +376,7 @@ class PPOLoop:
                         teacher.after_update()
                     batch, measured = actor.after_update(batch)
             with phase("publish_weights"):
-                self._publish(info.step)
+                self._publish(info.step, (mismatch | measured).get(_ESS))
             measured = merge_metrics(scored, filtered, mismatch, causes, measured, distilled, batch_metrics(batch))
             metrics = merge_metrics(metrics, measured, self._channel.metrics(), _share_metrics(share, began_s))
             with phase("after_step"):
@@ -390,10 +392,11 @@ class PPOLoop:
         save = partial(self._save, step)
         return ask_controller(question, channel=self._channel, ranks=self._ranks, version=step, save=save)
 
-    def _publish(self, step: int) -> None:
+    def _publish(self, step: int, ess: Metric | None) -> None:
         checksum = self._channel.publish(step + 1)
         if self._ranks.rank == 0:
-            self._batches.consumed(step, step + 1, checksum)
+            is_measured = ess is not None and ess.count > 0 and math.isfinite(ess.value)
+            self._batches.consumed(step, step + 1, checksum, min(ess.value, 1.0) if is_measured else None)
 
 
 @contextlib.contextmanager

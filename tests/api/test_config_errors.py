@@ -59,6 +59,13 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(problem, override: str, 
     assert suggestion in found.message
 
 
+def test_staleness_has_one_target(problem) -> None:
+    rollout = "rollout={max_head_offpolicyness: 2, target_staleness: {mean: 1, ess: 0.9}}"
+    (found,) = problem("actor.use_decoupled_loss=true", rollout).problems
+    assert (found.path, found.code) == ("rollout.target_staleness.ess", "config.conflict")
+    assert "mean=1" in found.message
+
+
 @pytest.mark.parametrize("path", ["actor.optimizer.beta2", "gconfig.top_p"])
 def test_a_key_with_dots_in_a_file_is_told_from_a_misspelt_one(problem, path: str) -> None:
     (found,) = problem(text=MINIMAL + f"{path}: 0.9\n").problems
@@ -159,6 +166,27 @@ def test_a_wrong_option_names_where_it_was_given(problem, tmp_path: Path) -> Non
         ("conflict", "allocation_mode=native:d1+fsdp:d9", "train_dataset.batch_size", ["8", "9"]),
         # across sections
         ("conflict", "rollout.consumer_batch_size=7", "rollout.consumer_batch_size", ["train_dataset.batch_size=8"]),
+        ("conflict", "rollout.target_staleness.mean=1.5", "rollout.target_staleness.mean", ["offpolicyness=0", "2"]),
+        ("out_of_range", "rollout.target_staleness.mean=0", "rollout.target_staleness.mean", ["above 0"]),
+        ("out_of_range", "rollout.target_staleness.ess=1", "rollout.target_staleness.ess", ["below 1"]),
+        (
+            "conflict",
+            "rollout={max_head_offpolicyness: 1, target_staleness: {mean: 0.1}}",
+            "rollout.target_staleness.mean",
+            ["0.1", "batch_size=8"],
+        ),
+        (
+            "conflict",
+            "rollout={max_head_offpolicyness: 1, target_staleness: {mean: 1}, dynamic_bs: true}",
+            "rollout.target_staleness.mean",
+            ["dynamic_bs"],
+        ),
+        (
+            "missing_requirement",
+            "rollout={max_head_offpolicyness: 1, target_staleness: {ess: 0.9}}",
+            "rollout.target_staleness.ess",
+            ["actor.use_decoupled_loss=true"],
+        ),
         ("conflict", "actor.temperature=0.7", "actor.temperature", ["0.7", "gconfig.temperature=1.0"]),
         ("conflict", "ref={path: a, optimizer: {}}", "ref.optimizer", []),
         ("conflict", "ref={path: a, router_replay: true}", "ref.router_replay", []),

@@ -1,10 +1,13 @@
 """A recorded run, from its files: its decisions repeat, and its service times are found again."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from areal.api.config import save_config
+from areal.api.config.rollout import TargetStaleness
 from areal.ledger.event_files import PayloadReader
 from areal.ledger.ledger import GroupCommitLog, GroupWriter
 from areal.planner import simulation
@@ -47,9 +50,15 @@ def recorded(one: Setting, folder: Path, monkeypatch) -> RunPaths:
     return paths
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_recorded_ends_repeat_the_decisions_of_a_run(tmp_path, monkeypatch, staleness):
-    paths = recorded(setting(staleness, servers=2), tmp_path, monkeypatch)
+@pytest.mark.parametrize(
+    ("staleness", "target"),
+    [(0, {}), (1, {}), (3, {}), (3, {"mean": 1.3}), (3, {"ess": 0.9})],
+)
+def test_recorded_ends_repeat_the_decisions_of_a_run(tmp_path, monkeypatch, staleness, target):
+    one = setting(staleness, servers=2, target_staleness=TargetStaleness(**target))
+    actor = replace(one.config.actor, use_decoupled_loss="ess" in target)
+    one = replace(one, config=replace(one.config, actor=actor), ess_of=lambda value: math.exp(-0.05 * value))
+    paths = recorded(one, tmp_path, monkeypatch)
     run, found = repeated(paths.root)
     assert len(run.batches) == len(run.published) == 12
     assert len(run.admitted) >= 12 * 8

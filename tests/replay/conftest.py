@@ -172,7 +172,7 @@ class FakeController:
     def next_batch(self, step):
         return self._do(self._compose(step))
 
-    def consumed(self, step, version, weights_checksum):
+    def consumed(self, step, version, weights_checksum, ess):
         async def write() -> None:
             self._ledger.published(version=version, kind="disk", path="")
             self._ledger.consumed(step=step, version=version, weights=weights_checksum)

@@ -79,7 +79,7 @@ class Controller:
         self._answer(("batch", step))
         return share_of(step)
 
-    def consumed(self, step, version, weights_checksum=""):
+    def consumed(self, step, version, weights_checksum="", ess=None):
         self.told.append(("consumed", step, weights_checksum))
 
     def evaluate(self, step, mode):

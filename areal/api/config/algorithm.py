@@ -453,6 +453,18 @@ class OffPolicyOptions:
     m2_threshold: float | None = number(None, above=0, relevant=_AROUND_PROX)
     """M2PO: exclude the tokens with the largest squared log-ratios until their mean is at most this; null = off."""
 
+    @property
+    def is_around_prox(self) -> bool:
+        """Whether the old policy of the loss is the trainer's at the start of the update; otherwise the servers'."""
+        return self.use_decoupled_loss or self.recompute_logprob
+
+    @property
+    def needs_prox_logprobs(self) -> bool:
+        """Whether that policy's log-probabilities are computed, for loss or metrics."""
+        if self.is_around_prox:
+            return self.prox_logp_method != "loglinear"
+        return self.rollout_correction is not None and self.rollout_correction.numerator == "old"
+
     def off_policy_problems(self) -> Problems:
         """Combinations of these options that contradict each other."""
         correction = self.rollout_correction
@@ -463,12 +475,11 @@ class OffPolicyOptions:
             if correction.mode == "off" or not correction.apply_weights:
                 text = "needs weights, and rollout_correction has none: set recompute_logprob=true instead"
                 yield "use_decoupled_loss", text
-        around_prox = self.use_decoupled_loss or self.recompute_logprob
         is_late = correction is not None and correction.numerator == "training"
-        if is_late and around_prox:
+        if is_late and self.is_around_prox:
             text = "training needs use_decoupled_loss=false and recompute_logprob=false: set both, or use old"
             yield "rollout_correction.numerator", text
-        if is_late or (self.prox_logp_method == "loglinear" and around_prox):
+        if is_late or (self.prox_logp_method == "loglinear" and self.is_around_prox):
             yield from self._late_problems(correction or RolloutCorrectionConfig())
 
     def bypass_problems(self, policy_loss: Named) -> Problems:

@@ -682,6 +682,14 @@ class PPOConfig(BaseExperimentConfig):
             yield _unequal("rollout.consumer_batch_size", size, "train_dataset.batch_size", rows)
         if (limit := self.rollout.queue_size) is not None and limit < rows:
             yield "rollout.queue_size", f"{limit} is below train_dataset.batch_size={rows}: no batch would be complete"
+        target = self.rollout.target_staleness
+        if target.mean is not None and target.mean * rows < 1:
+            text = f"{target.mean:g} is less than one episode of train_dataset.batch_size={rows}, as synchronous RL has"
+            yield "rollout.target_staleness.mean", f"{text}: raise it, or use max_head_offpolicyness=0 without it"
+        if target.ess is not None and not self.actor.needs_prox_logprobs:
+            text = "needs the importance weights before the update: set actor.use_decoupled_loss=true and"
+            text = f"{text} prox_logp_method=recompute, or use mean"
+            yield Problem("rollout.target_staleness.ess", text, "config.missing_requirement")
         for name, model in self.models.items():
             ours, sampled = model.temperature, self.gconfig.temperature
             if name in ("actor", "ref", "teacher") and not math.isclose(ours, sampled):

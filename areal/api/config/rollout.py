@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from urllib.parse import urlsplit
 
-from areal.api.config.schema import Problem, Problems, choice, given, number, option, section, when
+from areal.api.config.schema import Problem, Problems, below, choice, given, number, option, section, when
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Options of generation: sampling, and the native inference server.
@@ -285,6 +285,16 @@ def short_names(names: set[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TargetStaleness:
+    """Set-point of staleness: admission is paced to hold one of them, below max_head_offpolicyness."""
+
+    mean: float | None = number(None, above=0)
+    """Mean staleness of the generated tokens of a batch, in policy versions; null = no such target."""
+    ess: float | None = number(None, above=0, below=1)
+    """Effective sample size of the importance weights of a batch, as a share of its tokens; null = no such target."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class InferenceEngineConfig:
     """How the rollout controller runs episodes and talks to the inference servers."""
 
@@ -296,6 +306,8 @@ class InferenceEngineConfig:
     """Accepted for AReaL files: episodes per train step, must equal train_dataset.batch_size; null = that value."""
     max_head_offpolicyness: int = number(0, low=0, also="ROLL: async_generation_ratio")
     """Maximum staleness, in policy versions, that the admission gate allows; 0 = synchronous RL."""
+    target_staleness: TargetStaleness = section(TargetStaleness)
+    """The staleness to hold, in place of the highest that max_head_offpolicyness allows."""
     on_stale: str = choice("train", "train", "mask", "drop", "wait")
     """Use of answers above max_head_offpolicyness: train, mask their old tokens, drop; wait = in admission order."""
     weight_update: str = choice("interrupt", "interrupt", "keep", "keep_cache")
@@ -351,8 +363,22 @@ class InferenceEngineConfig:
             )
         if self.dynamic_bs and self.max_rejected_per_step is not None:
             yield "dynamic_bs", "counts rejected groups as part of a step: remove max_rejected_per_step"
+        yield from below("target_staleness", self._target_problems())
         for text, problem in address_problems(self.server_addrs):
             yield "server_addrs", f"{text!r} {problem}"
+
+    def _target_problems(self) -> Problems:
+        target, bound = self.target_staleness, self.max_head_offpolicyness
+        name = "mean" if target.ess is None else "ess"
+        if self.dynamic_bs and target != TargetStaleness():
+            yield name, "cannot be held with rollout.dynamic_bs, which trains on all that waits: set that to false"
+        if target.mean is not None and target.ess is not None:
+            yield "ess", f"{target.ess:g} is a second target besides mean={target.mean:g}: remove one of them"
+        if target.mean is not None and target.mean > bound:
+            text = f"{target.mean:g} is above rollout.max_head_offpolicyness={bound}, the highest staleness: raise that"
+            yield "mean", f"{text} to at least {math.ceil(target.mean)}, or lower mean"
+        if target.ess is not None and bound == 0:
+            yield "ess", "has nothing to pace with rollout.max_head_offpolicyness=0: raise that, or remove ess"
 
 
 def address_problems(addresses: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,167 @@
+"""The set-point of staleness on a virtual clock: the real controller paces its admissions against disturbances.
+
+A batch of 32 answers is a noisy measurement, so the mean of four batches in a row is compared with the target. To
+oscillate is to vary more than the same run does under a fixed lead.
+"""
+
+import asyncio
+import math
+from dataclasses import replace
+from statistics import fmean, pstdev
+
+import pytest
+
+from areal.api.config import GRPOConfig, InferenceEngineConfig, TrainDatasetConfig
+from areal.api.config.experiment import LengthRule
+from areal.api.config.rollout import TargetStaleness
+from areal.ledger.state import LedgerState
+from areal.planner import simulation
+from areal.planner.service import ServerTimes, ServiceTimes, TrainerTimes, Workload
+from areal.planner.simulation import LostServer, Setting, simulate
+from areal.rollout import setpoint
+from areal.rollout.gate import GateLimits
+
+SIZE, TARGET, BOUND, CHANGE, SETTLED, END = 32, 1.5, 6, 30, 45, 72
+"""Episodes of a batch; target and hard bound in versions; train steps: of the change, steady again, before the end."""
+
+
+def paced(
+    *, sequence_s: float = 0.002, mean: float | None = TARGET, ess: float | None = None, steps=END + 3, **changes
+):
+    config = GRPOConfig(
+        experiment_name="setpoint",
+        trial_name="test",
+        allocation_mode="native:d2+fsdp:d1",
+        train_dataset=TrainDatasetConfig(path="none", batch_size=SIZE),
+        rollout=InferenceEngineConfig(
+            max_head_offpolicyness=BOUND, target_staleness=TargetStaleness(mean=mean, ess=ess)
+        ),
+    )
+    times = ServiceTimes(
+        server=ServerTimes(step_s=0.005, sequence_s=sequence_s), trainer=TrainerTimes(update_s=3.0, publish_s=0.5)
+    )
+    one = Setting(config=config, times=times, work=answers("uniform(50,200)"), servers=2, dp_size=1, steps=steps)
+    return replace(one, **changes)
+
+
+def answers(rule: str) -> Workload:
+    return Workload(prompt=16, answers=1, rule=LengthRule.parse(rule))
+
+
+def change_s(one: Setting) -> float:
+    """When the step of the change ends."""
+    return simulate(replace(one, steps=CHANGE + 1)).steps[CHANGE - 1].end_s
+
+
+def longer_answers(monkeypatch) -> Setting:
+    long = answers("uniform(150,600)")
+    return paced(work_from=lambda version, number: long if version >= CHANGE else answers("uniform(50,200)"))
+
+
+def lost_server(monkeypatch) -> Setting:
+    return paced(lost=LostServer(at_s=change_s(paced()), back_after_s=1e6))
+
+
+def slow_rewards(monkeypatch) -> Setting:
+    one = paced(sequence_s=0.001)
+    at_s = change_s(one)
+
+    async def score(workflow) -> None:
+        await asyncio.sleep(10.0 if asyncio.get_running_loop().time() > at_s else 0.0)
+
+    monkeypatch.setattr(simulation.SimulatedWorkflow, "_score", score)
+    return replace(one, times=replace(one.times, rewards_s=(1.0,)))
+
+
+def of_batches(one: Setting, name: str) -> list[float]:
+    outcome = simulate(one, keeps_events=True)
+    assert not {event["event"] for _, event in outcome.events} & {"rejected", "failed"}  # nothing is discarded
+    return [event["stats"][f"setpoint/{name}"] for _, event in outcome.events if event["event"] == "batched"]
+
+
+def of_four(values: list[float]) -> list[float]:
+    return [fmean(values[place : place + 4]) for place in range(len(values) - 3)]
+
+
+@pytest.mark.parametrize("disturbed", [longer_answers, lost_server, slow_rewards])
+def test_staleness_is_back_within_a_tenth_of_the_target_in_eight_steps(monkeypatch, disturbed):
+    one = disturbed(monkeypatch)
+    outcome = simulate(one, keeps_events=True)
+    batches = [event["stats"] for _, event in outcome.events if event["event"] == "batched"]
+    assert not {event["event"] for _, event in outcome.events} & {"rejected", "failed"}  # nothing is discarded
+    values, leads = ([batch[f"setpoint/{name}"] for batch in batches] for name in ("value", "lead"))
+    assert values == [step.staleness for step in outcome.steps]
+    assert of_four(values)[10 : CHANGE - 4] == pytest.approx([TARGET] * (CHANGE - 14), rel=0.1)
+    after = of_four(values)[CHANGE + 8 : END - 3]
+    assert after == pytest.approx([TARGET] * len(after), rel=0.1)
+
+    settled = fmean(leads[SETTLED:END])
+    assert max(leads[SETTLED:END]) - min(leads[SETTLED:END]) < 0.1 * settled
+    monkeypatch.setattr(setpoint, "_GAIN", 0.0)  # the same lead all the time
+    first = fmean(of_batches(one, "value")[SETTLED:END])
+    assert abs(first - TARGET) > 0.08 * TARGET  # the change matters
+    monkeypatch.setattr(setpoint.SetPoint, "_first_lead", settled)
+    fixed = of_batches(one, "value")[SETTLED:END]
+    assert fmean(values[SETTLED:END]) == pytest.approx(TARGET, rel=0.03)
+    assert pstdev(values[SETTLED:END]) < 1.5 * pstdev(fixed)
+
+
+def test_the_effective_sample_size_is_held():
+    # The variance of the log-ratio, which is -log ess, grows as the square of the staleness; at step 30 it doubles.
+    steps = iter(range(END + 3))
+
+    def ess_of(staleness: float) -> float:
+        return math.exp(-(0.04 if next(steps) >= CHANGE else 0.02) * staleness**2 - 0.005)
+
+    outcome = simulate(paced(mean=None, ess=0.9, ess_of=ess_of), keeps_events=True)
+    batches = [event["stats"] for _, event in outcome.events if event["event"] == "batched"]
+    assert "setpoint/value" not in batches[0]  # nothing was trained on
+    values = of_four([batch["setpoint/value"] for batch in batches[1:]])
+    assert min(values[CHANGE : CHANGE + 4]) < 0.83
+    assert values[14 : CHANGE - 4] == pytest.approx([0.9] * (CHANGE - 18), abs=0.02)
+    assert values[CHANGE + 8 : END - 3] == pytest.approx([0.9] * (END - CHANGE - 11), abs=0.02)
+
+
+def test_servers_that_cannot_use_a_lead_do_not_wind_it_up():
+    # Too few episodes may run: staleness stays below the target, whatever the lead.
+    one = paced(mean=3.0, steps=40)
+    config = replace(one.config, rollout=replace(one.config.rollout, max_concurrent_rollouts=SIZE // 2))
+    outcome = simulate(replace(one, config=config), keeps_events=True)
+    batches = [event["stats"] for _, event in outcome.events if event["event"] == "batched"][10:]
+    assert max(batch["setpoint/value"] for batch in batches) < 2.0
+    assert max(batch["setpoint/lead"] for batch in batches) <= 2.0 * max(
+        1.5, *(b["setpoint/used_lead"] for b in batches)
+    )
+
+
+def test_the_hard_bound_stays():
+    one = paced(mean=1.9, steps=25)
+    config = replace(one.config, rollout=replace(one.config.rollout, max_head_offpolicyness=2))
+    outcome = simulate(replace(one, config=config), keeps_events=True)
+    batches = [event["stats"] for _, event in outcome.events if event["event"] == "batched"]
+    assert max(batch["setpoint/lead"] for batch in batches) == 2.0
+    version, running, accepted = 0, 0, 0
+    for _, event in outcome.events:
+        match event["event"]:
+            case "published":
+                version = event["version"]
+            case "admitted":
+                assert accepted + running < (2 + version + 1) * SIZE
+                running += 1
+            case "accepted":
+                running, accepted = running - 1, accepted + 1
+
+
+def test_a_controller_that_is_rebuilt_from_the_ledger_paces_as_before():
+    one = paced(mean=None, ess=0.9, steps=20, ess_of=lambda staleness: math.exp(-0.03 * staleness**2))
+    events = [event for _, event in simulate(one, keeps_events=True).events]
+    rule = GateLimits.of(one.config, total_steps=20).setpoint
+    assert rule is not None
+    for place, event in enumerate(events):
+        if event["event"] == "batched" and event["step"] in (0, 5, 15):
+            state = LedgerState.replay(events[:place])
+            episodes = [state.waiting[number] for number in event["ids"]]
+            again = rule.stats(state, episodes, event["stats"]["staleness_mean"])
+            assert again == {name: value for name, value in event["stats"].items() if name.startswith("setpoint/")}
+            state.apply(event)
+            assert rule.lead(state) == event["stats"]["setpoint/lead"]
