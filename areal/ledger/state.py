@@ -96,7 +96,7 @@ class RunningEpisode(NamedTuple):
     version: int
     """Policy version when this attempt started."""
     ahead: int | None
-    """Episodes accepted or running at that time beyond those that this version needs; None = not recorded."""
+    """Episodes beyond those that this version needs that the gate allowed then; None = not recorded."""
 
 
 class AcceptedEpisode(NamedTuple):

@@ -655,18 +655,17 @@ class Executor:
             return
         version, counts = self._ledger.state.version, self._gate_counts()
         free = room(self.limits, counts)
-        ahead = None if counts.lead is None else counts.ahead(self.limits.batch_size)
+        ahead = None if counts.lead is None else counts.ahead(self.limits.batch_size) + free
         if free > STARTS_PER_TURN:
             free = STARTS_PER_TURN
             self._admit_next_turn()
-        for started in range(free):
-            place = None if ahead is None else ahead + started
-            if self._to_restart:
-                episode_id = self._to_restart.popleft()
-                self._ledger.admit_again(episode_id, version=version, ahead=place)
-            else:
-                episode_id = self._ledger.admit(version=version, ahead=place)
+        while free > 0 and self._to_restart:
+            episode_id = self._to_restart.popleft()
+            self._ledger.admit_again(episode_id, version=version, ahead=ahead)
             self._start(episode_id)
+            free -= 1
+        for _ in range(free):
+            self._start(self._ledger.admit(version=version, ahead=ahead))
 
     def _admit_next_turn(self) -> None:
         """One look at the gate for all episodes that end in a turn of the loop."""

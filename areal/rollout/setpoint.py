@@ -1,6 +1,6 @@
 """The set-point of staleness (rollout.target_staleness): how far ahead of the trainer episodes may start. Pure.
 
-The lead of an episode is the number of episodes before it that no published version needs yet, in batches. Under a
+The lead of an episode is how many batches beyond that of the served version the gate allowed when it started. Under a
 lead l a batch gets a staleness of nearly g x l: g = 1 while finished answers wait, less while generation overlaps
 training. An episode that starts now is trained on l versions later, so a controller that adds up errors corrects an
 error again until it sees the first correction, and oscillates. This one measures g of each batch from the lead that
@@ -86,9 +86,9 @@ class SetPoint:
         return found | {_LEAD: min(max(lead, 1.0 / self.batch_size), self.max_lead)}
 
     def _used(self, episodes: Sequence[AcceptedEpisode]) -> float | None:
-        """Mean lead of the episodes of a batch. Those of one version are spread over one batch around it."""
+        """Mean lead of the episodes of a batch; None = it is not known of any."""
         ahead = [episode.ahead for episode in episodes if episode.ahead is not None]
-        return (fmean(ahead) + 0.5) / self.batch_size + 0.5 if ahead else None
+        return fmean(ahead) / self.batch_size if ahead else None
 
     def _factor(self, value: float) -> float:
         """By how much the lead of a batch should have been larger."""

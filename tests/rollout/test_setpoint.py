@@ -26,8 +26,8 @@ def episodes(*ahead: int | None) -> list[AcceptedEpisode]:
     return [AcceptedEpisode(number, (0, 0, 0), 0, 1, {}, counts, one) for number, one in enumerate(ahead)]
 
 
-AT_TWO = episodes(4, 5, 6, 7)
-"""Started 4 to 7 episodes beyond those of their version: their lead is 5.5 / 4 + 1/2 + 1/8 = 2 batches."""
+AT_TWO = episodes(6, 8, 8, 10)
+"""Started when the gate allowed 8 episodes beyond those of their version, in the mean: a lead of 2 batches."""
 
 
 def test_the_lead_moves_to_what_would_have_given_the_target():
@@ -60,7 +60,7 @@ def test_a_lead_is_bounded(lead, staleness, expected):
 
 
 def test_one_episode_may_always_be_ahead():
-    ahead = episodes(-1, -1, -1, -1)  # a lead of 3/8
+    ahead = episodes(1, 1, 1, 2)  # a lead of 5/16
     assert RULE.stats(state(lead=0.25), ahead, 9.0)["setpoint/lead"] == 0.25
 
 
@@ -68,7 +68,7 @@ def test_one_episode_may_always_be_ahead():
     ("known", "ahead"),
     [
         (state(2, lead=1.0), AT_TWO),  # episodes that all started at once
-        (state(lead=1.0), episodes(-4, -3, -2, -1)),  # no lead: nothing but their own batch
+        (state(lead=1.0), episodes(0, 0, -1, 0)),  # no lead: nothing but their own batch
         (state(lead=1.0), episodes(None, None)),  # the run had no set-point when they started
     ],
 )
