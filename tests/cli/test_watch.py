@@ -53,6 +53,17 @@ def test_a_dead_run_is_described_from_its_files(run, json_of):
     assert (server["node"], server["memory_gib"], server["silent_s"]) == ("node-a", 0.5, None)
 
 
+def test_a_set_point_has_a_line(run):
+    assert Watched(run.root).look().setpoint == {}
+    for step, value in ((5, 1.0), (6, 2.0)):
+        setpoint = {"target": 1.25, "value": value, "error": value - 1.25, "lead": 2.0}
+        values = {f"rollout/setpoint/{name}": number for name, number in setpoint.items()}
+        append_step_line(run.metrics, step, row(step, **values))
+    found = Watched(run.root).look()
+    assert found.setpoint["setpoint/value"] == 1.5
+    assert "set-point of staleness: target 1.25, value 1.5, error 0.25, lead 2" in drawn(found, 200)
+
+
 def test_restarts_are_known_before_the_end_of_a_run(run):
     assert Watched(run.root).look().restarts == {}
     for unit in ("trainers", "server-0", "trainers"):

@@ -131,6 +131,16 @@ def test_the_history_of_the_batch_of_a_step(forge):
     assert any("trained on again; the weights differ" in line for line in show_step(forge.folder, 1))
 
 
+def test_the_history_of_a_batch_has_the_set_point_of_staleness(forge):
+    forge.two_steps()
+    batch = next(event for event in forge.events if event["event"] == "batched" and event["step"] == 1)
+    batch["stats"] = {"setpoint/target": 1.5, "setpoint/value": 1.4, "setpoint/error": -0.1, "setpoint/lead": 1.75}
+    forge.write()
+    line = "set-point of staleness: target 1.5, value 1.4, error -0.1, lead 1.75 versions"
+    assert line in show_step(forge.folder, 1)
+    assert not any("set-point" in line for line in show_step(forge.folder, 0))
+
+
 def test_missing_episodes_and_steps_name_the_known_ones(forge):
     a_life(forge)
     with raises_code("ledger.not_found", forge.folder, "0 to 6"):

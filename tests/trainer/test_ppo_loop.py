@@ -80,7 +80,7 @@ class Controller:
         return share_of(step)
 
     def consumed(self, step, version, weights_checksum="", ess=None):
-        self.told.append(("consumed", step, weights_checksum))
+        self.told.append(("consumed", step, weights_checksum, ess))
 
     def evaluate(self, step, mode):
         self._answer(("evaluate", step))
@@ -215,6 +215,17 @@ def test_each_step_is_reported_with_the_checksum_of_its_weights(start):
     assert [said[1] for said in controller.told if said[0] == "consumed"] == [0, 1, 2]
     assert len(set(checksums)) == 3
     assert checksums[-1] == checksum_of(engine, FakeRanks())
+
+
+@pytest.mark.parametrize("has_ratios", [True, False])
+def test_each_step_is_reported_with_the_effective_sample_size_of_its_batch(start, tmp_path, has_ratios):
+    controller = Controller()
+    start(controller, use_decoupled_loss=has_ratios)
+    lines = RunPaths(tmp_path / "test" / "run").metrics.read_text().splitlines()
+    logged = [json.loads(line).get("batch/mismatch/ess_token") for line in lines]
+    found = [said[3] for said in controller.told if said[0] == "consumed"]
+    assert found == logged
+    assert [value is not None and 0 < value < 1 for value in found] == [has_ratios] * 3
 
 
 def test_the_next_batch_is_requested_while_the_servers_install_the_weights_which_do_not_change_before(start):
