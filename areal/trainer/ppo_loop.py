@@ -395,8 +395,8 @@ class PPOLoop:
     def _publish(self, step: int, ess: Metric | None) -> None:
         checksum = self._channel.publish(step + 1)
         if self._ranks.rank == 0:
-            is_measured = ess is not None and ess.count > 0 and math.isfinite(ess.value)
-            self._batches.consumed(step, step + 1, checksum, min(ess.value, 1.0) if is_measured else None)
+            share = math.nan if ess is None else ess.value  # NaN without a token as well
+            self._batches.consumed(step, step + 1, checksum, None if math.isnan(share) else min(share, 1.0))
 
 
 @contextlib.contextmanager
