@@ -33,7 +33,7 @@ from aiohttp import web
 
 from areal.api.config import GenerationHyperparameters, GRPOConfig, InferenceEngineConfig, TrainDatasetConfig
 from areal.api.data import GenerationRequest, GenerationResponse, ProbeScore, Trajectory, TrajectoryGroup, WeightUpdate
-from areal.api.engine import InferenceEngine
+from areal.api.engine import InferenceEngine, InferenceFleet
 from areal.api.metrics import gather_or_cancel
 from areal.api.workflow import RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
@@ -61,13 +61,16 @@ class Run:
     num_tokens: int
 
 
-class SimulatedFleet:
+class SimulatedFleet(InferenceFleet):
     """Servers with a number of seats; every seat generates a token in token_s. Weights change between two tokens."""
 
-    vocab_size = 2**31
+    newest = 0
+
+    @property
+    def version(self) -> int:
+        return self.newest
 
     def __init__(self, args: argparse.Namespace, lengths: np.ndarray) -> None:
-        self.version = 0
         self.num_tokens = 0
         self.busy_s = 0.0
         self._token_s = args.token_ms / 1000
@@ -78,12 +81,6 @@ class SimulatedFleet:
         """Sum of all pauses: a running answer is delayed by those during its time."""
 
     async def start(self) -> None:
-        return None
-
-    def pin(self) -> None:
-        return None
-
-    async def score(self, rows: Sequence[Any], *, version: int, top_k: int, limit_s: float) -> None:
         return None
 
     def stream(self, request: GenerationRequest) -> AsyncGenerator[Any, None]:
@@ -115,7 +112,7 @@ class SimulatedFleet:
     async def update_weights(self, update: WeightUpdate) -> None:
         await asyncio.sleep(self._publish_s)
         self._paused_s += self._publish_s
-        self.version = update.version
+        self.newest = update.version
 
     def probe_tokens(self, version: int) -> None:
         return None

@@ -38,7 +38,7 @@ from areal.api.data import (
     TrajectoryGroup,
     WeightUpdate,
 )
-from areal.api.engine import InferenceEngine
+from areal.api.engine import InferenceEngine, InferenceFleet
 from areal.api.workflow import RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.audit import audit
@@ -49,21 +49,20 @@ from areal.rollout.controller_process import collecting_cycles
 ROOT = Path(__file__).resolve().parents[1]
 
 
-class NoFleet:
+class NoFleet(InferenceFleet):
     """A fleet that has only a version."""
 
-    vocab_size = 1000
+    @property
+    def vocab_size(self) -> int:
+        return 1000
 
-    def __init__(self) -> None:
-        self.version = 0
+    newest = 0
+
+    @property
+    def version(self) -> int:
+        return self.newest
 
     async def start(self) -> None:
-        return None
-
-    def pin(self) -> None:
-        return None
-
-    async def score(self, rows: Sequence[Any], *, version: int, top_k: int, limit_s: float) -> None:
         return None
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
@@ -76,7 +75,7 @@ class NoFleet:
         raise NotImplementedError("no-op episodes generate nothing")
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        self.version = update.version
+        self.newest = update.version
 
     def live_replicas(self, version: int) -> list[str]:
         return []
