@@ -2,6 +2,7 @@
 
     python benchmark/weight_update.py [--sizes 1M 25M 500M] [--dtypes bfloat16 float32] [--kinds disk collective]
         [--modes keep_cache keep interrupt] [--updates 5]
+    python benchmark/weight_update.py --delta [--sizes 135M] [--lr 1e-6 1e-5] [--megabytes-per-s 20] [--updates 5]
 
 The trainer's engine (float32 masters, one rank, on the CPU) publishes through the weight channels of a run and a fleet
 to a server in another process, which streams one answer meanwhile, one token per event. `gather` and `cast` are the
@@ -11,6 +12,11 @@ between two tokens. `longest_wait_s` is the longest one during an update, less t
 less the same figure of as many tokens without an update (`quiet_wait_s`). `swap_s` is the time in which the server's
 engine could not start a step. `memcpy` copies the same bytes from one buffer to another in one thread. Figures are
 medians over the updates. The last line is JSON.
+
+`--delta` compares updates with `http` and with `delta` through a relay that limits the bytes per second. bfloat16
+weights are published after each optimiser step with AdamW at the learning rate, from the seventh step on (AdamW changes
+more numbers before). `bytes_ratio`: bytes of `delta` over those of `http`. `time_ratio`: the seconds of `http` over
+those of `delta`.
 """
 
 from __future__ import annotations
@@ -21,34 +27,38 @@ import contextlib
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from gpu_step import HALF_BILLION
 from transformers import Qwen2Config
 
+from areal.api.batch import LossOutput, MicroBatch, TokenOutputs
 from areal.api.config import GenerationHyperparameters, InferenceEngineConfig, OptimizerConfig, TrainEngineConfig
 from areal.api.data import GenerationRequest, WeightUpdate
+from areal.data.pack import rows_to_train_batch
 from areal.engine.fsdp import FSDPEngine, build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NativeReplica
 from areal.fleet.replica import AnswerForm, Chunks, PartChunk, Replica
 from areal.system.discovery import FileRegistry
-from areal.system.network import TOKEN_VARIABLE
+from areal.system.network import TOKEN_VARIABLE, Host
 from areal.weights.collective import CollectiveChannel
-from areal.weights.disk import DiskChannel
+from areal.weights.disk import DeltaChannel, DiskChannel, HttpChannel
 
 _COMMON: dict[str, Any] = {"tie_word_embeddings": True, "max_position_embeddings": 32768}
 SIZES: dict[str, dict[str, Any]] = {
@@ -58,11 +68,16 @@ SIZES: dict[str, dict[str, Any]] = {
     "25M": _COMMON
     | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 7, "num_attention_heads": 8}
     | {"num_key_value_heads": 2, "vocab_size": 8192},
+    "135M": _COMMON
+    | {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    | {"num_key_value_heads": 3, "vocab_size": 49152},
     "500M": _COMMON | HALF_BILLION,
 }
 TOKEN = "benchmark-benchmark-benchmark"
 PROMPT = [5, 6, 7, 8]
 FIGURES = ("publish_s", "fleet_s", "swap_s", "step_s", "longest_wait_s", "quiet_wait_s")
+TRAINED_TOKENS, STEPS_BEFORE = 64, 6
+"""Of each of two sequences of a train step; steps before the first update."""
 QUIET_TOKENS = 20
 """Tokens that must arrive before and after an update."""
 
@@ -91,11 +106,47 @@ class TimedReplica(NativeReplica):
             yield number, chunk
 
 
+class SlowRelay:
+    """Passes connections on to a port of loopback; what that sends arrives at `bytes_per_s`, over all connections."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_s = 0.0
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port, self.target = self._listening.getsockname()[1], 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def through(self, address: str) -> str:
+        """The address of the same folder behind the relay."""
+        parts = urlsplit(address)
+        self.target = parts.port or 0
+        return parts._replace(netloc=f"127.0.0.1:{self.port}").geturl()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._listening.accept()
+            server = socket.create_connection(("127.0.0.1", self.target))
+            threading.Thread(target=self._copy, args=(client, server, False), daemon=True).start()
+            threading.Thread(target=self._copy, args=(server, client, True), daemon=True).start()
+
+    def _copy(self, source: socket.socket, target: socket.socket, is_limited: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(2**16):
+                if is_limited:
+                    with self._lock:
+                        self._free_s = max(self._free_s, time.monotonic()) + len(data) / self._bytes_per_s
+                        pause_s = self._free_s - time.monotonic()
+                    time.sleep(max(0.0, pause_s))
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+
 class FleetControl:
     """The trainer's line to a fleet in another thread. `seconds`: how long the last update took."""
 
-    def __init__(self, fleet: Fleet, loop: asyncio.AbstractEventLoop) -> None:
-        self._fleet, self._loop = fleet, loop
+    def __init__(self, fleet: Fleet, loop: asyncio.AbstractEventLoop, relay: SlowRelay | None = None) -> None:
+        self._fleet, self._loop, self._relay = fleet, loop, relay
         self.seconds = 0.0
 
     def start_update(self, update: WeightUpdate) -> None:
@@ -103,6 +154,9 @@ class FleetControl:
 
     def publish(self, update: WeightUpdate) -> None:
         start_s = time.perf_counter()
+        if (relay := self._relay) is not None:
+            deltas = {base: relay.through(url) for base, url in update.deltas.items()}
+            update = replace(update, path=relay.through(update.path), deltas=deltas)
         future: Future[Any] = asyncio.run_coroutine_threadsafe(self._fleet.update_weights(update), self._loop)
         future.result(600)
         self.seconds = time.perf_counter() - start_s
@@ -200,16 +254,34 @@ def memcpy_seconds(num_bytes: int) -> float:
     return seconds_of(lambda: target.copy_(source), repeats=7)
 
 
-def measure(engine: FSDPEngine, stream: Stream, kind: str, folder: Path, updates: int, first: int) -> dict[str, float]:
-    """Medians over `updates` publications; the first one, which connects and allocates, is not counted."""
-    control = FleetControl(stream.fleet, stream.loop)
+def measure(
+    engine: FSDPEngine,
+    stream: Stream,
+    kind: str,
+    folder: Path,
+    updates: int,
+    first: int,
+    *,
+    relay: SlowRelay | None = None,
+    train: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Medians over `updates` publications; the first one, which connects and allocates, is not counted. `train` is
+    called before each."""
+    control = FleetControl(stream.fleet, stream.loop, relay)
+    model = folder / "model"
     if kind == "disk":
-        channel: Any = DiskChannel(engine, OneRank(), control, folder / "weights", model_folder=folder / "model")  # type: ignore[arg-type]
+        channel: Any = DiskChannel(engine, OneRank(), control, folder / "weights", model_folder=model)  # type: ignore[arg-type]
+    elif kind in ("http", "delta"):
+        channel_class = DeltaChannel if kind == "delta" else HttpChannel
+        channel = channel_class(engine, OneRank(), control, host=Host(), model_folder=model)  # type: ignore[arg-type]
     else:
         channel = CollectiveChannel(engine, OneRank(), control, bucket_bytes=2**28, backend="gloo")  # type: ignore[arg-type]
     found: dict[str, list[float]] = {name: [] for name in FIGURES}
     num_tokens = QUIET_TOKENS
+    if kind == "delta":
+        found |= {"bytes": [], "share_of_full": []}
     for index in range(updates + 1):
+        train()
         stream.wait_for_tokens(num_tokens)
         quiet, usual = longest_wait(stream.times[-num_tokens:])
         swapped_s = stream.swap_seconds()
@@ -223,7 +295,8 @@ def measure(engine: FSDPEngine, stream: Stream, kind: str, folder: Path, updates
         if index:
             waits = (longest_wait(during)[0] - usual, quiet - usual)
             swap_s = stream.swap_seconds() - swapped_s
-            for name, value in zip(found, (total_s, control.seconds, swap_s, usual, *waits), strict=True):
+            sent = [metric.value for metric in channel.metrics().values()]
+            for name, value in zip(found, (total_s, control.seconds, swap_s, usual, *waits, *sent), strict=True):
                 found[name].append(value)
     channel.close()
     return {name: median(values) for name, values in found.items()}
@@ -274,22 +347,77 @@ def one_model(size: str, dtype: str, args: argparse.Namespace) -> list[dict[str,
         return rows
 
 
+def _loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
+    assert outputs.logprobs is not None
+    return LossOutput(loss=-outputs.logprobs[micro.batch.loss_mask].sum(), metrics={})
+
+
+def with_deltas(size: str, rates: list[float], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each learning rate; whole weights are measured with the first one."""
+    rows: list[dict[str, Any]] = []
+    whole: dict[str, float] = {}
+    version = 1
+    for rate in rates:
+        with tempfile.TemporaryDirectory(dir=args.folder) as name:
+            folder = Path(name)
+            Qwen2Config(**SIZES[size]).save_pretrained(folder / "config")
+            optimizer = OptimizerConfig(lr=rate, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
+            config = TrainEngineConfig(
+                path=str(folder / "config"), dtype="bfloat16", optimizer=optimizer, init_from_scratch=True
+            )
+            mesh = TrainerMesh(0, 1, torch.device("cpu"))
+            engine = build_fsdp_engine(config, role="actor", total_steps=100, mesh=mesh, seed=0)
+            engine.save(folder / "model", with_optimizer=False)
+            draw = torch.Generator().manual_seed(1)
+
+            def train(engine: FSDPEngine = engine, draw: torch.Generator = draw) -> None:
+                ids = torch.randint(SIZES[size]["vocab_size"], (2, TRAINED_TOKENS), generator=draw).tolist()
+                batch = rows_to_train_batch(ids, [[0, *[1] * (TRAINED_TOKENS - 1)] for _ in ids])
+                engine.forward_backward(batch, _loss, denominator=2.0 * TRAINED_TOKENS)
+                engine.optimizer_step()
+
+            for _ in range(STEPS_BEFORE):
+                train()
+            relay = SlowRelay(args.megabytes_per_s * 1e6)
+            with (
+                running_server(folder / "model", "bfloat16", folder) as address,
+                streaming(address, folder, "keep_cache", "bfloat16") as stream,
+            ):
+                if not whole:
+                    whole = measure(engine, stream, "http", folder, 2, version, relay=relay)
+                found = measure(engine, stream, "delta", folder, args.updates, version + 3, relay=relay, train=train)
+            version += args.updates + 4
+        stalls = [max(row["longest_wait_s"] - row["quiet_wait_s"], 0.0) for row in (whole, found)]
+        row = {"size": size, "lr": rate, "full_s": whole["publish_s"], "delta_s": found["publish_s"]}
+        row |= {"time_ratio": whole["publish_s"] / found["publish_s"], "bytes_ratio": found["share_of_full"]}
+        row |= {"full_stall_s": stalls[0], "delta_stall_s": stalls[1], "fleet_s": found["fleet_s"]}
+        rows.append(rounded(row))
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 def rounded(row: dict[str, Any]) -> dict[str, Any]:
     return {name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in row.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=["1M", "25M", "500M"])
     parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
     parser.add_argument("--kinds", nargs="+", choices=("disk", "collective"), default=["disk", "collective"])
     parser.add_argument("--modes", nargs="+", choices=("keep_cache", "keep", "interrupt"), default=["keep_cache"])
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where weights are written (default: the temporary folder)")
+    parser.add_argument("--delta", action="store_true", help="compare the modes http and delta")
+    parser.add_argument("--lr", nargs="+", type=float, default=[1e-6, 1e-5], help="learning rates, with --delta")
+    parser.add_argument("--megabytes-per-s", type=float, default=20.0, help="rate of the relay, with --delta")
     args = parser.parse_args()
     os.environ[TOKEN_VARIABLE] = TOKEN
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-4)  # the thread that notes tokens must not wait for the one that publishes
+    if args.delta:
+        print(json.dumps({"delta": [row for size in args.sizes for row in with_deltas(size, args.lr, args)]}))
+        return
     rows = [row for size in args.sizes for dtype in args.dtypes for row in one_model(size, dtype, args)]
     names = [" ".join((row["size"], row["dtype"], row["kind"], row["mode"])) for row in rows]
     ratios = ("stall_over_memcpy", "swap_over_memcpy")

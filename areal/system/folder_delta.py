@@ -11,15 +11,18 @@ in either direction. Gaps and each byte of the differences are compressed separa
 codes, close to the entropy of such numbers and fast.
 """
 
+import itertools
 import json
+import os
 import re
 import shutil
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +37,7 @@ _Bytes = NDArray[np.uint8]
 _ALL_NEW, _SPARSE, _DENSE = 0, 1, 2
 _DENSE_SHARE = 0.5
 _LARGEST_GAP = 255
-BLOCK_BYTES = 4 * 2**20
+BLOCK_BYTES = 2**21
 """A tensor is compared in blocks of at most this size, on several cores."""
 
 
@@ -44,21 +47,20 @@ def encode(old: Words, new: Words) -> bytes:
     `apply` makes `new` from it and `old`. At most one byte longer than `new`.
     """
     width = new.dtype.itemsize
-    difference = new - old
-    changed = np.flatnonzero(difference)
+    changed = np.flatnonzero(new != old)
     if not len(changed):
         return b""
     if len(changed) < _DENSE_SHARE * len(new):
         gaps = np.diff(changed, prepend=-1) - 1
-        packed = bytes([_SPARSE]) + _packed(_gap_bytes(gaps)) + _packed_planes(_zigzag(difference[changed]))
+        packed = bytes([_SPARSE]) + _packed(_gap_bytes(gaps)) + _packed_planes(_zigzag(new[changed] - old[changed]))
     else:
-        packed = bytes([_DENSE]) + _packed_planes(_zigzag(difference))
+        packed = bytes([_DENSE]) + _packed_planes(_zigzag(new - old))
     if len(packed) > width * len(new):
         return bytes([_ALL_NEW]) + new.tobytes()
     return packed
 
 
-def apply(packed: bytes, block: Words) -> None:
+def apply(packed: bytes | memoryview, block: Words) -> None:
     """Make the new block from the old one in `block` [n] and the difference, in place. ValueError when it is damaged,
     or for another size: then `block` may have changed."""
     kind, rest = packed[0], memoryview(packed)[1:]
@@ -134,8 +136,7 @@ def _unpacked(rest: memoryview) -> Iterator[bytes]:
 # Files. A delta file has eight bytes with the size of a list, the list of the new folder's files, and packed blocks.
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
+class _Block(NamedTuple):
     """Bytes `begin` to `end` of a file, and the size of their packed difference."""
 
     begin: int
@@ -163,22 +164,20 @@ def write_delta(old: Path, new: Path, names: list[str], target: Path) -> int:
     packed: list[bytes] = []
     with ThreadPoolExecutor(thread_name_prefix="delta") as pool:
         for name in names:
-            before, after = _bytes_of(old / name), _bytes_of(new / name)
-            layout = _layout(after) or [(0, len(after), 1)]
-            first = layout[0][0]
-            if is_new := len(before) != len(after) or not np.array_equal(before[:first], after[:first]):
-                before, layout = np.zeros(len(after), np.uint8), [(0, len(after), 1)]
-            pieces = list(_pieces(layout))
-            found = list(
-                pool.map(
-                    lambda piece, before=before, after=after: encode(_words(before, piece), _words(after, piece)),
-                    pieces,
-                )
-            )
+            size = (new / name).stat().st_size
+            is_new = not (old / name).is_file() or (old / name).stat().st_size != size
+            with open(new / name, "rb") as after, open(os.devnull if is_new else old / name, "rb") as before:
+                layout = _layout(after.fileno(), size) or [(0, size, 1)]
+                first = layout[0][0]
+                if is_new or not np.array_equal(*(_read(file.fileno(), 0, first) for file in (before, after))):
+                    is_new, layout = True, [(0, size, 1)]
+                pieces = list(_pieces(layout))
+                compare = partial(_compare, None if is_new else before.fileno(), after.fileno())
+                found = list(pool.map(compare, pieces))
             blocks = [_Block(*piece, len(data)) for piece, data in zip(pieces, found, strict=True) if data]
-            files.append(_File(name, len(after), is_new, blocks))
+            files.append(_File(name, size, is_new, blocks))
             packed += [data for data in found if data]
-    head = json.dumps([asdict(file) for file in files]).encode()
+    head = json.dumps([[file.name, file.num_bytes, file.is_new, file.blocks] for file in files]).encode()
     with open(target, "wb") as file:
         file.writelines((len(head).to_bytes(8, "little"), head, *packed))
     return target.stat().st_size
@@ -191,8 +190,8 @@ def apply_delta(delta: Path, folder: Path) -> None:
         data = memoryview(delta.read_bytes())
         start = 8 + int.from_bytes(data[:8], "little")
         files = [
-            _File(**entry | {"blocks": [_Block(**block) for block in entry["blocks"]]})
-            for entry in json.loads(bytes(data[8:start]))
+            _File(name, num_bytes, is_new, [_Block(*block) for block in blocks])
+            for name, num_bytes, is_new, blocks in json.loads(bytes(data[8:start]))
         ]
         with ThreadPoolExecutor(thread_name_prefix="delta") as pool:
             for file in files:
@@ -201,13 +200,9 @@ def apply_delta(delta: Path, folder: Path) -> None:
                 with open(folder / file.name, "wb" if file.is_new else "ab") as resized:
                     resized.truncate(file.num_bytes)
                 ends = np.cumsum([start, *(block.num_packed for block in file.blocks)])
-                content = _bytes_of(folder / file.name, "r+")
-                jobs = [
-                    pool.submit(apply, bytes(data[ends[i] : ends[i + 1]]), _words(content, (b.begin, b.end, b.width)))
-                    for i, b in enumerate(file.blocks)
-                ]
-                for job in jobs:
-                    job.result()
+                with open(folder / file.name, "r+b", buffering=0) as changed:
+                    packed = [data[begin:end] for begin, end in itertools.pairwise(ends)]
+                    list(pool.map(partial(_change, changed.fileno(), file.num_bytes), file.blocks, packed))
                 start = int(ends[-1])
         for path in folder.iterdir():
             if path.name not in {file.name for file in files}:
@@ -216,6 +211,14 @@ def apply_delta(delta: Path, folder: Path) -> None:
         raise InputError(
             f"the delta {delta.parent.name} cannot be applied: {error}", code="weights.bad_delta"
         ) from error
+
+
+def _change(file: int, num_bytes: int, block: _Block, packed: memoryview) -> None:
+    if not 0 <= block.begin < block.end <= num_bytes:
+        raise ValueError("a block lies outside of its file")
+    content = _read(file, block.begin, block.end)
+    apply(packed, _words(content, block.width))
+    os.pwrite(file, content.data, block.begin)
 
 
 def copy_files(source: Path, target: Path) -> None:
@@ -230,21 +233,34 @@ def copy_files(source: Path, target: Path) -> None:
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
-def _bytes_of(path: Path, mode: Any = "r") -> _Bytes:
-    """The content of a file, mapped; no bytes when it does not exist or is empty."""
-    if not path.is_file() or not path.stat().st_size:
-        return np.zeros(0, np.uint8)
-    return np.memmap(path, np.uint8, mode)
+def _compare(old: int | None, new: int, piece: tuple[int, int, int]) -> bytes:
+    begin, end, width = piece
+    before = np.zeros(end - begin, np.uint8) if old is None else _read(old, begin, end)
+    return encode(_words(before, width), _words(_read(new, begin, end), width))
 
 
-def _layout(content: _Bytes) -> list[tuple[int, int, int]]:
+def _read(file: int, begin: int, end: int) -> _Bytes:
+    """Bytes of an open file. Not mapped: each page of a mapping costs a fault."""
+    content = np.empty(end - begin, np.uint8)
+    if len(content) and os.preadv(file, [content.data], begin) != len(content):
+        raise ValueError("a file is shorter than it was")
+    return content
+
+
+def _words(content: _Bytes, width: int) -> Words:
+    if width not in (1, 2, 4, 8):
+        raise ValueError(f"there are no numbers of {width} bytes")
+    return content.view(f"<u{width}")
+
+
+def _layout(file: int, num_bytes: int) -> list[tuple[int, int, int]]:
     """Begin and end in the file, and width in bytes, of each tensor of a safetensors file, in their order; empty when
     the file is none."""
     try:
-        start = 8 + int.from_bytes(content[:8].tobytes(), "little")
-        if not 8 < start <= len(content):
+        start = 8 + int.from_bytes(_read(file, 0, 8).tobytes(), "little")
+        if start > num_bytes:
             return []
-        entries: dict[str, Any] = json.loads(content[8:start].tobytes())
+        entries: dict[str, Any] = json.loads(_read(file, 8, start).tobytes())
         entries.pop("__metadata__", None)
         found = [
             (start + entry["data_offsets"][0], start + entry["data_offsets"][1], _width(entry["dtype"]))
@@ -253,7 +269,7 @@ def _layout(content: _Bytes) -> list[tuple[int, int, int]]:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         return []
     found.sort()
-    is_whole = [begin for begin, _, _ in found] + [len(content)] == [start] + [end for _, end, _ in found]
+    is_whole = [begin for begin, _, _ in found] + [num_bytes] == [start] + [end for _, end, _ in found]
     return found if is_whole else []
 
 
@@ -267,10 +283,3 @@ def _pieces(layout: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]
     for begin, end, width in layout:
         for start in range(begin, end, BLOCK_BYTES):
             yield start, min(start + BLOCK_BYTES, end), width
-
-
-def _words(content: _Bytes, piece: tuple[int, int, int]) -> Words:
-    begin, end, width = piece
-    if not 0 <= begin <= end <= len(content) or width not in (1, 2, 4, 8):
-        raise ValueError("a block lies outside of its file")
-    return content[begin:end].view(f"<u{width}")
