@@ -49,7 +49,7 @@ BUDGET = {
     "rollout": Size(4060, 12, 0),
     "serve": Size(3925, 14, 0),
     "server_side": Size(682, 8, 0),
-    "system": Size(3264, 15, 0),
+    "system": Size(3275, 15, 0),
     "trainer": Size(5595, 25, 0),
     "weights": Size(1027, 6, 0),
     "workflow": Size(1770, 8, 0),

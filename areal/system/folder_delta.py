@@ -168,8 +168,10 @@ def write_delta(old: Path, new: Path, names: list[str], target: Path) -> int:
             is_new = not (old / name).is_file() or (old / name).stat().st_size != size
             with open(new / name, "rb") as after, open(os.devnull if is_new else old / name, "rb") as before:
                 layout = _layout(after.fileno(), size) or [(0, size, 1)]
-                first = layout[0][0]
-                if is_new or not np.array_equal(*(_read(file.fileno(), 0, first) for file in (before, after))):
+                headers = (
+                    () if is_new else [_read(file.fileno(), 0, layout[0][0]).tobytes() for file in (before, after)]
+                )
+                if len(set(headers)) != 1:
                     is_new, layout = True, [(0, size, 1)]
                 pieces = list(_pieces(layout))
                 compare = partial(_compare, None if is_new else before.fileno(), after.fileno())
