@@ -217,14 +217,12 @@ class DeltaChannel(HttpChannel):
         update = super()._update_from(folder, version)
         name, before = update.path.rpartition("/")[2], self._last_name
         full = sum(path.stat().st_size for path in folder.iterdir())
-        sent = full
-        if name != before:
+        sent = 0 if name == before else full
+        if sent:
             if self._last is None or self._last == folder or version % FULL_EVERY == 0:
                 self._deltas = {}
             else:
                 sent = self._add_delta(self._last, before, folder, full)
-        elif self._deltas:
-            sent = 0
         self._last, self._last_name = folder, name
         self._sent = float(sent), float(full)
         return replace(update, deltas={base: url for base, (url, _) in self._deltas.items()})
