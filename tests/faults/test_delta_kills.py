@@ -99,17 +99,17 @@ def test_after_200_updates_and_30_kills_all_checksums_are_equal(processes: list[
     rng, model = random.Random(SEED), Model(SEED)
     struck = {version: rng.randrange(3) for version in rng.sample(range(3, num_updates + 1), num_kills)}
     trainer, shares = processes[0], list[float]()
-    joins, problems = num_updates // 3, 0
+    joins, problems, lost = num_updates // 3, 0, list[str]()
     for version in range(1, num_updates + 1):
         model.advance(version)
         if version == joins:
             processes.append(Process("server", tmp_path / "server-1"))
         victim = struck[version] % len(processes) if version in struck else -1
         update = trainer.insist(rng, is_struck=victim == 0, version=version)
-        is_lost = version % 17 == 0
-        if is_lost:
+        if version % 17 == 0:
             for folder in trainer.folder.glob(f"areal-*/*/delta_v{version:06d}"):
                 shutil.rmtree(folder)
+                lost.append(folder.name)
         where = {"url": update["url"], "deltas": update["deltas"]}
         for index, server in enumerate(processes[1:], start=1):
             if version % 13 == index and version not in struck and version < num_updates:
@@ -118,7 +118,8 @@ def test_after_200_updates_and_30_kills_all_checksums_are_equal(processes: list[
             assert found["checksum"] == model.checksum(), (version, index)
             shares.append(found["num_copied"] / FULL_BYTES)
             problems += bool(found["problem"])
-            assert not found["problem"] or is_lost, found
+            # A server that missed that version needs its difference later.
+            assert not found["problem"] or any(f"not serve {name}-" in found["problem"] for name in lost), found
     assert sum(process.num_kills for process in processes) == num_kills
     small = sum(share < 0.1 for share in shares)
     assert small > 0.6 * len(shares)
