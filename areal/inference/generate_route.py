@@ -381,7 +381,12 @@ class GenerateRoute:
                 self._adapters.use(sequence.adapter, -1)
                 parts = [("queued", submitted_ns, sequence.started_ns or ended_ns)]
                 parts += [("run", sequence.started_ns, ended_ns)] if sequence.started_ns else []
-                add_track("request", sequence.request_id, submitted_ns, ended_ns, parts)
+                sizes = {
+                    "prompt": sequence.num_prompt,
+                    "cached": sequence.num_cached,
+                    "tokens": len(sequence.logprobs),
+                }
+                add_track("request", sequence.request_id, submitted_ns, ended_ns, parts, sizes)
 
     async def _change(self, calls: list[Call]) -> None:
         """Wait until the engine delivers one of these sequences; ServerUnavailable when it has failed.

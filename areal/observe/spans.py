@@ -7,15 +7,18 @@ starts. Without an active tracer both do nothing.
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from areal.api.config import PerfTracerConfig
 from areal.system.durable import append_whole
 from areal.system.run_paths import RunPaths
+
+NO_AMOUNTS: Mapping[str, int] = MappingProxyType({})
 
 # ----------------------------------------------------------------------------------------------------------------------
 # One record for each finished episode in trace/sessions.ndjson of the run folder: times, result and parts.
@@ -34,7 +37,9 @@ class SessionTracer:
         self._times: dict[str, tuple[int, int]] = {}
         self._lines: list[str] = []
 
-    def add_part(self, kind: str, track: str, name: str, start_ns: int, end_ns: int) -> None:
+    def add_part(
+        self, kind: str, track: str, name: str, start_ns: int, end_ns: int, amounts: Mapping[str, int] = NO_AMOUNTS
+    ) -> None:
         """A part of an episode between two readings of time.perf_counter_ns; the one named `episode` is the whole."""
         if kind != "episode":
             return
@@ -84,7 +89,9 @@ def open_session_tracer(config: PerfTracerConfig | None, paths: RunPaths) -> Ses
 class PartTracer(Protocol):
     """Receives the parts of concurrent work, between two readings of time.perf_counter_ns."""
 
-    def add_part(self, kind: str, track: str, name: str, start_ns: int, end_ns: int) -> None: ...
+    def add_part(
+        self, kind: str, track: str, name: str, start_ns: int, end_ns: int, amounts: Mapping[str, int] = NO_AMOUNTS
+    ) -> None: ...
     def flush(self) -> None: ...
 
 
@@ -152,12 +159,24 @@ def _span(found: _Track, name: str) -> Iterator[None]:
         _add(found, name, start_ns, time.perf_counter_ns())
 
 
-def add_track(kind: str, name: str, start_ns: int, end_ns: int, parts: Iterable[tuple[str, int, int]]) -> None:
-    """One piece of work that has ended, with its parts (name, start, end); readings of time.perf_counter_ns."""
+def add_track(
+    kind: str,
+    name: str,
+    start_ns: int,
+    end_ns: int,
+    parts: Iterable[tuple[str, int, int]],
+    amounts: Mapping[str, int] = NO_AMOUNTS,
+) -> None:
+    """One piece of work that has ended, with its parts (name, start, end); readings of time.perf_counter_ns.
+
+    `amounts`: of the whole, for example its tokens.
+    """
     if tracers := _TRACERS.get():
         found = _Track(tracers, kind, name)
-        for part in (*parts, (kind, start_ns, end_ns)):
+        for part in parts:
             _add(found, *part)
+        for tracer in tracers:
+            tracer.add_part(kind, name, kind, start_ns, end_ns, amounts)
 
 
 def _add(found: _Track, name: str, start_ns: int, end_ns: int) -> None:

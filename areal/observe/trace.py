@@ -20,6 +20,7 @@ from typing import Any
 
 from areal.api.config import PerfTracerConfig
 from areal.api.errors import InputError
+from areal.observe.spans import NO_AMOUNTS
 from areal.system.durable import append_whole
 from areal.system.process import run_main
 from areal.system.run_paths import RunPaths, existing_run
@@ -184,11 +185,13 @@ class ChromeTracer:
         thread = {"pid": self._pid, "tid": threading.get_native_id()}
         self._add({"name": name, "cat": "phase", "ph": "X"} | times | thread)
 
-    def add_part(self, kind: str, track: str, name: str, start_ns: int, end_ns: int) -> None:
+    def add_part(
+        self, kind: str, track: str, name: str, start_ns: int, end_ns: int, amounts: Mapping[str, int] = NO_AMOUNTS
+    ) -> None:
         """A part of concurrent work, on the row of `track`, between two readings of time.perf_counter_ns."""
         event = {"name": name, "cat": kind, "id": track, "pid": self._pid, "tid": 0}
         start_us, end_us = (start_ns + self._wall_ns) / 1e3, (end_ns + self._wall_ns) / 1e3
-        self._add(event | {"ph": "b", "ts": start_us, "args": {"us": end_us - start_us}})
+        self._add(event | {"ph": "b", "ts": start_us, "args": {"us": end_us - start_us, **amounts}})
         self._add(event | {"ph": "e", "ts": end_us})
         if time.monotonic() - self._written_s >= _FLUSH_S:
             self.flush()

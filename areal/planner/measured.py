@@ -1,9 +1,10 @@
 """Service times of a recorded run, from its ledger, its metrics and, where it has them, its traces."""
 
+import contextlib
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -26,10 +27,7 @@ WARMUP_STEPS = 2
 """The first steps of a run compile, allocate and fill caches."""
 _MAX_EPISODES = 4000
 """The newest accepted episodes whose payloads are read."""
-_VARIES = 0.2
-"""Standard deviation of the lengths, as a share of their mean, from which on they tell the time of a step."""
-_EXPLAINS = 0.7
-"""Share of the squared errors that may be left for a time of each request, besides its steps, to be believed."""
+_MIN_ANSWERS = 10
 _BEFORE = (
     "scores",
     "filters",
@@ -134,25 +132,28 @@ class _Spans:
     tools_s: tuple[float, ...] = ()
 
 
+def _events(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
+    """Those of a trace that have a beginning and a size; none without a trace."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError):  # an incomplete line of a process that was killed
+                event = json.loads(line)
+                if event.get("ph") == "b" and event["cat"] in kinds:
+                    yield event
+
+
 def traced_spans(path: Path) -> tuple[dict[int, _Spans], list[float]]:
     """Spans by episode, and the seconds of the weight updates; empty without a trace."""
     spans: defaultdict[int, _Spans] = defaultdict(_Spans)
     updates: list[float] = []
-    if not path.exists():
-        return spans, updates
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                event = json.loads(line)
-                if event["ph"] != "b" or event["cat"] not in ("episode", "weight update"):
-                    continue
-                start_s, size_s = event["ts"] / 1e6, event["args"]["us"] / 1e6
-                if event["cat"] == "weight update":
-                    updates.append(size_s)
-                    continue
-                found = spans[int(event["id"])]
-            except (ValueError, KeyError, TypeError):
-                continue  # an incomplete line of a process that was killed
+    for event in _events(path, "episode", "weight update"):
+        start_s, size_s = event["ts"] / 1e6, event["args"]["us"] / 1e6
+        if event["cat"] == "weight update":
+            updates.append(size_s)
+        else:
+            found = spans[int(event["id"])]
             match event["name"]:
                 case "episode":
                     found.start_s = start_s
@@ -266,82 +267,107 @@ def reward_times(episodes: Sequence[Episode], workers: int) -> tuple[float, ...]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The servers: seconds of an episode by its longest answer and by how many sequences its server computed meanwhile.
+# The servers: seconds of a token of each answer, by what its server computed meanwhile.
 
 
-def decode_times(episodes: Sequence[Episode]) -> tuple[float, float, float]:
-    """Seconds of a request besides its steps, of a decode step, and of each sequence in it."""
-    known = [one for one in episodes if one.lengths and one.generating_s > 0]
-    if len(known) < 10:
-        text = f"the ledger has {len(known)} accepted episodes with answers: a plan needs 10 at least"
-        raise InputError(text, code="plan.too_few_steps")
-    answers = fmean(len(one.lengths) for one in known)
-    active = fmean(sum(one.lengths) / max(one.lengths) for one in known)
-    changes: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """An answer, or a part of one, that a server generated."""
+
+    server: str
+    """Empty = unknown, or several."""
+    start_s: float
+    end_s: float
+    prompt: int
+    """Tokens before it."""
+    tokens: int
+    is_exact: bool = True
+    """Both times are recorded."""
+
+
+def traced_answers(folder: Path) -> list[Served]:
+    """Of the traces of native servers in the trace folder of a run; empty without them."""
+    found: list[Served] = []
+    for path in sorted(folder.glob("server-*.jsonl")):
+        started: dict[str, float] = {}
+        for event in _events(path, "request"):
+            if event["name"] == "run":
+                started[event["id"]] = event["ts"] / 1e6
+            elif "tokens" in event["args"] and (start_s := started.pop(event["id"], None)) is not None:
+                args, end_s = event["args"], (event["ts"] + event["args"]["us"]) / 1e6
+                times = {"server": path.stem, "start_s": start_s, "end_s": end_s}
+                found.append(Served(**times, prompt=args["prompt"], tokens=args["tokens"]))
+    return found
+
+
+def answers_of(episodes: Sequence[Episode]) -> list[Served]:
+    """What episodes tell: answers advance at an equal pace, so that only the end of the longest one is exact. The time
+    in which an agent waits for its tools counts as a slower pace."""
+    known = [one for one in episodes if one.lengths]
+    if not known:
+        return []
+    typical = [round(fmean(length for one in known for length in one.lengths))]
+    typical *= round(fmean(len(one.lengths) for one in known))
+    found: list[Served] = []
     for one in episodes:
-        changes[one.server] += _changes(one, answers, active)
-    unknown = changes.pop("", [])
-    if not changes:
-        changes[""] = []
-    share = 1 / len(changes)
-    curves = {
-        server: _Curve([*found, *((at_s, change * share) for at_s, change in unknown)])
-        for server, found in changes.items()
-    }
-    steady = [one for one in known if one.interruptions == 0 and one.server in curves] or known
-    seconds = [one.generating_s for one in steady]
-    longest = [float(max(one.lengths)) for one in steady]
-    curve = next(iter(curves.values()))
-    loads = [curves.get(one.server, curve).mean(one.start_s, one.generated_s) for one in steady]
-    each = [spent / length for spent, length in zip(seconds, longest, strict=True)]  # the error grows with the length
-    ones, inverse = [1.0] * len(steady), [1 / length for length in longest]
-    step_s, sequence_s = nonnegative_fit([ones, loads], each)
-    request_s, *other = nonnegative_fit([inverse, ones, loads], each)
-    alone = sum((one - step_s - sequence_s * load) ** 2 for one, load in zip(each, loads, strict=True))
-    rest = sum(
-        (one - request_s * part - other[0] - other[1] * load) ** 2
-        for one, part, load in zip(each, inverse, loads, strict=True)
-    )
-    # A busy machine slows some requests down, whatever their length: that is no time of each request.
-    varies = float(np.std(longest)) > _VARIES * fmean(longest)
-    if varies and rest < _EXPLAINS * alone:
-        step_s, sequence_s = other
-    else:
-        request_s = 0.0
-    request_s /= fmean(one.turns for one in steady)
-    if step_s == sequence_s == 0:
-        step_s = fmean(seconds) / fmean(longest)
-    return request_s, step_s, sequence_s
+        lengths = one.lengths or typical
+        size_s, longest = one.generating_s, max(lengths)
+        for length in lengths:
+            is_exact = bool(one.lengths) and length == longest and not one.interruptions
+            end_s = one.start_s + size_s * length / longest
+            answer = {"server": one.server, "start_s": one.start_s, "end_s": end_s, "is_exact": is_exact}
+            found.append(Served(**answer, prompt=one.prompt, tokens=length))
+    return found
 
 
-def _changes(one: Episode, answers: float, active: float) -> list[tuple[float, float]]:
-    """When the number of its running sequences changes, and by how much. Answers advance at an equal pace."""
-    if not one.lengths:
-        return [(one.start_s, active), (one.generated_s, -active)]
-    size_s, longest = one.generated_s - one.start_s, max(one.lengths)
-    share = one.generating_s / size_s if size_s > 0 else 1.0  # the rest is spent in tools
-    ends = [(one.start_s + size_s * length / longest, -share) for length in one.lengths]
-    return [(one.start_s, share * len(one.lengths)), *ends]
+def decode_times(answers: Sequence[Served]) -> tuple[float, float, float]:
+    """Seconds of a decode step, of each sequence in it, and of each token of their contexts."""
+    servers = {one.server for one in answers if one.server} or {""}
+    fitted = [one for one in answers if one.is_exact and one.tokens and one.end_s > one.start_s]
+    fitted = [one for one in fitted if one.server in servers]
+    if len(fitted) < _MIN_ANSWERS:
+        text = f"the run has {len(fitted)} answers with their times: a plan needs {_MIN_ANSWERS} at least"
+        raise InputError(text, code="plan.too_few_steps")
+    unknown = [one for one in answers if one.server not in servers]
+    loads = {name: _Load([one for one in answers if one.server == name], unknown, len(servers)) for name in servers}
+    weights = [math.sqrt(one.tokens) for one in fitted]
+    columns = [weights, *([], [])]
+    for one, weight in zip(fitted, weights, strict=True):
+        for column, value in zip(columns[1:], loads[one.server].mean(one.start_s, one.end_s), strict=True):
+            column.append(weight * value)
+    each = [weight * (one.end_s - one.start_s) / one.tokens for one, weight in zip(fitted, weights, strict=True)]
+    step_s, sequence_s, context_s = nonnegative_fit(columns, each)
+    return step_s, sequence_s, context_s
 
 
-class _Curve:
-    """A number of sequences over time."""
+class _Load:
+    """Sequences of a server, and tokens of their contexts, over time. `unknown`: of any of `num_servers`."""
 
-    def __init__(self, changes: Iterable[tuple[float, float]]) -> None:
-        ordered = sorted(changes)
-        self._times = np.array([at_s for at_s, _ in ordered] or [0.0])
-        self._values = np.cumsum([change for _, change in ordered] or [0.0])
-        areas = np.diff(self._times) * self._values[:-1]
-        self._areas = np.concatenate([[0.0], np.cumsum(areas)])
+    def __init__(self, own: Sequence[Served], unknown: Sequence[Served], num_servers: int) -> None:
+        changes: list[tuple[float, float, float, float]] = []
+        """When, and by how much sequences, growth of the contexts and contexts change."""
+        for share, answers in ((1.0, own), (1 / num_servers, unknown)):
+            for one in answers:
+                growth = share * one.tokens / max(1e-9, one.end_s - one.start_s)
+                changes.append((one.start_s, share, growth, share * one.prompt))
+                changes.append((one.end_s, -share, -growth, -share * (one.prompt + one.tokens)))
+        self._times, sequences, growth, jumps = np.array(sorted(changes)).T
+        self._sequences, self._growth = np.cumsum(sequences), np.cumsum(growth)
+        passed = np.diff(self._times, append=self._times[-1])
+        grown = self._growth * passed
+        self._contexts = np.cumsum(jumps) + np.cumsum(grown) - grown
+        areas = [self._sequences * passed, (self._contexts + grown / 2) * passed]
+        self._areas = np.cumsum(areas, axis=1) - areas
 
-    def _area(self, at_s: float) -> float:
+    def _until(self, at_s: float) -> Any:
         place = int(np.searchsorted(self._times, at_s, side="right")) - 1
-        if place < 0:
-            return 0.0
-        return float(self._areas[place] + (at_s - self._times[place]) * self._values[place])
+        more_s = at_s - self._times[place]
+        contexts = self._contexts[place] + self._growth[place] * more_s / 2
+        return self._areas[:, place] + more_s * np.array([self._sequences[place], contexts])
 
-    def mean(self, start_s: float, end_s: float) -> float:
-        return max(1.0, (self._area(end_s) - self._area(start_s)) / (end_s - start_s))
+    def mean(self, start_s: float, end_s: float) -> list[float]:
+        """Mean sequences and tokens of their contexts; `start_s` is not before the first answer."""
+        return ((self._until(end_s) - self._until(start_s)) / (end_s - start_s)).tolist()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -373,14 +399,16 @@ def measured_run(folder: Path, *, cores: float) -> MeasuredRun:
     rows = read_step_lines(paths.metrics)
     trainer = trainer_times(rows)
     episodes, lost, updates = read_episodes(paths)
-    request_s, step_s, sequence_s = decode_times(episodes)
+    after_s = min((one.start_s for one in episodes), default=0.0)
+    traced = [one for one in traced_answers(paths.trace) if one.start_s >= after_s]
+    step_s, sequence_s, context_s = decode_times(traced or answers_of(episodes))
     known = [one for one in episodes if one.lengths]
     update_s = median(updates) if updates else 0.0
     server = ServerTimes(
         step_s=max(step_s, 1e-9),
         sequence_s=sequence_s,
+        context_s=context_s,
         prefill_s=sequence_s,
-        request_s=request_s,
         prepare_s=max(0.0, update_s - trainer.publish_s),
         has_second_copy=config.server_backend == "native",
     )

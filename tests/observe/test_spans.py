@@ -44,6 +44,14 @@ def test_the_record_of_an_episode_has_no_part_of_a_weight_update_of_its_number(t
     assert "send_s" not in record
 
 
+def test_the_amounts_of_a_piece_of_work_are_in_its_span(tmp_path):
+    with tracing(ChromeTracer(tmp_path / "server-0.jsonl", "server-0")):
+        add_track("request", "7", 0, 4_000, [("run", 1_000, 4_000)], {"tokens": 5})
+    events = join_traces(tmp_path)["traceEvents"]
+    found = [(event["name"], event["args"]) for event in events if event["ph"] == "b"]
+    assert dict(found) == {"run": {"us": 3.0}, "request": {"us": 4.0, "tokens": 5}}
+
+
 def test_without_a_tracer_nothing_is_recorded():
     with tracing(None), track("episode", "1"), span("generate"):
         add_track("request", "late", 0, 5, [("run", 1, 5)])

@@ -8,10 +8,9 @@ import pytest
 
 from areal.api.config import save_config
 from areal.api.config.rollout import TargetStaleness
-from areal.ledger.event_files import PayloadReader
 from areal.ledger.ledger import GroupCommitLog, GroupWriter
 from areal.planner import simulation
-from areal.planner.measured import decode_times, read_episodes
+from areal.planner.measured import answers_of, decode_times, read_episodes
 from areal.planner.simulation import RecordingLog, Setting, simulate
 from areal.system.run_paths import RunPaths
 from benchmark.planner_identity import repeated
@@ -71,8 +70,6 @@ def test_service_times_are_found_in_the_files_of_a_run(tmp_path, monkeypatch):
     episodes, lost, updates = read_episodes(paths)
     assert (lost, updates) == ({}, [])
     assert {each.prompt for each in episodes} == {16}
-    with PayloadReader(paths.ledger):
-        request_s, step_s, sequence_s = decode_times(episodes)
+    step_s, sequence_s, context_s = decode_times(answers_of(episodes))
     # The time of a step does not depend on the sequences: all of it is the step's.
-    assert request_s == 0.0
-    assert step_s + 10 * sequence_s == pytest.approx(STEP_S, rel=0.05)
+    assert step_s + 10 * sequence_s + 500 * context_s == pytest.approx(STEP_S, rel=0.05)

@@ -18,9 +18,13 @@ from areal.planner.command import adapted
 from areal.planner.measured import (
     Episode,
     MeasuredRun,
+    Served,
+    _Load,
+    answers_of,
     decode_times,
     nonnegative_fit,
     reward_times,
+    traced_answers,
     traced_spans,
     trainer_times,
 )
@@ -66,15 +70,41 @@ def episode(start_s: float, lengths: list[int], seconds: float, reward_s: float 
     )  # fmt: skip
 
 
-def test_the_time_of_a_decode_step_grows_with_the_sequences():
-    rng, found = random.Random(1), []
-    for load in (1, 2, 4, 8, 16):  # concurrent equal answers; a decode step takes 10 ms, and 2 ms for each
-        for place in range(10):
-            length = rng.randint(50, 100)
-            each = [episode(1000.0 * load + 100 * place, [length], length * (0.01 + 0.002 * load))] * load
-            found += each
-    request_s, step_s, sequence_s = decode_times(found)
-    assert (request_s, step_s, sequence_s) == pytest.approx((0.0, 0.01, 0.002), rel=1e-6)
+def test_a_decode_step_grows_with_its_sequences_and_their_contexts():
+    """Waves of answers on a server whose step takes 1 ms, 20 us for each sequence and 0.5 us for each context token."""
+    rng, at_s, found = random.Random(1), 0.0, []
+    for _ in range(12):
+        left = {number: rng.randint(20, 200) for number in range(rng.randint(8, 80))}
+        lengths, start_s, step = dict(left), at_s, 0
+        while left:
+            at_s += 1e-3 + 2e-5 * len(left) + 5e-7 * len(left) * (30 + step)
+            step += 1
+            for number in [one for one in left if lengths[one] == step]:
+                times = {"start_s": start_s, "end_s": at_s}
+                found.append(Served(server="server-0", prompt=30, tokens=left.pop(number), **times))
+    assert decode_times(found) == pytest.approx((1e-3, 2e-5, 5e-7), rel=0.25)
+    known = sum(one.end_s - one.start_s for one in found)
+    step_s, sequence_s, context_s = decode_times(found)
+    load = _Load(found, [], 1)
+    again = [
+        one.tokens * (step_s + sequence_s * sequences + context_s * context)
+        for one in found
+        for sequences, context in [load.mean(one.start_s, one.end_s)]
+    ]
+    assert sum(again) == pytest.approx(known, rel=0.01)
+    with raises_code("plan.too_few_steps"):
+        decode_times(found[:9])
+
+
+def test_the_load_of_a_server_is_what_runs_on_it():
+    def served(server: str, start_s: float, prompt: int) -> Served:
+        return Served(server=server, start_s=start_s, end_s=start_s + 10.0, prompt=prompt, tokens=20)
+
+    # From 5 s to 10 s two answers, of which the first has 20 to 30 tokens of context and the second 4 to 14; half of a
+    # third, on one of two servers, has 100 to 110.
+    load = _Load([served("server-0", 0.0, 10), served("server-0", 5.0, 4)], [served("", 5.0, 100)], 2)
+    assert load.mean(5.0, 10.0) == pytest.approx([2.5, 25.0 + 9.0 + 0.5 * 105.0])
+    assert load.mean(0.0, 5.0) == pytest.approx([1.0, 15.0])
 
 
 def test_rewards_that_wait_for_each_other_do_not_count_twice():
@@ -91,12 +121,19 @@ def test_the_time_of_tools_is_not_that_of_requests():
         lengths = [rng.randrange(50, 200) for _ in range(2)]
         one = episode(30.0 * place, lengths, max(lengths) * 0.01 + 6.0)
         found.append(replace(one, tools_s=[2.0] * 6, turns=4))
-    request_s, step_s, sequence_s = decode_times(found)
-    assert request_s == pytest.approx(0.0, abs=0.01)
-    assert step_s + sequence_s == pytest.approx(0.01, rel=0.02)
-    # Half a second for each of the four requests of an answer.
-    slower = [replace(one, generated_s=one.generated_s + 2.0) for one in found]
-    assert decode_times(slower)[0] == pytest.approx(0.5, rel=0.05)
+    step_s, sequence_s, context_s = decode_times(answers_of(found))
+    assert step_s + 2 * sequence_s + 2 * 80 * context_s == pytest.approx(0.01, rel=0.02)
+
+
+def test_answers_of_a_trace_of_a_server(tmp_path):
+    def lines(name: str, start_s: float, end_s: float, **sizes: int) -> str:
+        event = {"ph": "b", "cat": "request", "id": "7-000001-001", "name": name, "ts": start_s * 1e6}
+        return json.dumps(event | {"args": {"us": (end_s - start_s) * 1e6, **sizes}})
+
+    whole = lines("request", 1.0, 5.0, prompt=8, cached=4, tokens=20)
+    text = [lines("queued", 1.0, 2.0), lines("run", 2.0, 5.0), whole, lines("request", 6.0, 7.0, prompt=8, tokens=0)]
+    (tmp_path / "server-1.jsonl").write_text("\n".join([*text, '{"ph": "b", "cat": "req']))
+    assert traced_answers(tmp_path) == [Served(server="server-1", start_s=2.0, end_s=5.0, prompt=8, tokens=20)]
 
 
 def test_times_of_another_model_or_size_are_extrapolated():
