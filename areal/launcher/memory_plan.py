@@ -19,7 +19,7 @@ from areal.models.vision_layout import FAMILIES, read_vision_layout
 
 LIBRARY_BYTES = 2**29
 """Python, torch and transformers in one process."""
-_CARD_SHARE = 0.95
+CARD_SHARE = 0.95
 """The rest is for the CUDA context and fragments."""
 _PINNED = 1.5
 """Torch rounds each piece of memory that a GPU copies to up to a power of two bytes."""
@@ -212,40 +212,46 @@ def _gathered(shape: ModelShape, width: int, *, trained: bool, at_once: bool) ->
     )
 
 
-def planned_memory(config: BaseExperimentConfig, plan: LaunchPlan, tokens: int) -> RankMemory | None:
-    """The memory of a trainer rank with `tokens` in its largest micro-batch; None when a model is not on this machine.
+def planned_memory(config: BaseExperimentConfig, tokens: int, *, on_gpu: bool) -> RankMemory | None:
+    """The memory of a trainer rank with `tokens` in its largest micro-batch; None without a trainer, or when a model is
+    not on this machine.
 
     Each rank has the same models.
     """
-    ranks = [process for process in plan.processes if process.role == "trainer"]
     held = {name: one for name, one in config.models.items() if name != "ref" or not config.reference_is_base}
     shapes = [(model, ModelShape.read(model.path)) for model in held.values()]
     known = [(model, shape) for model, shape in shapes if shape is not None]
-    if not ranks or len(known) < len(shapes):
+    if not config.allocation.train or len(known) < len(shapes):
         return None
     return rank_memory(
         known,
         dims=config.allocation.train[0].parallel,
         tokens=tokens,
-        on_gpu=bool(ranks[0].gpus),
+        on_gpu=on_gpu,
         bucket_bytes=config.actor.weight_chunked_mem_mb * 2**20 if isinstance(config, PPOConfig) else 0,
-        accumulates=_accumulates(config, plan, tokens),
+        accumulates=_accumulates(config, tokens),
         backend=config.train_backend,
         patches=largest_images(config, tokens),
     )
 
 
-def _accumulates(config: BaseExperimentConfig, plan: LaunchPlan, tokens: int) -> bool:
+def _samples(config: PPOConfig) -> int:
+    """Of one train step."""
+    return config.train_dataset.batch_size * config.gconfig.n_samples
+
+
+def _accumulates(config: BaseExperimentConfig, tokens: int) -> bool:
     if not isinstance(config, PPOConfig):
         return False
-    per_rank = plan.numbers.samples_per_step * config.gconfig.max_tokens // config.allocation.train[0].parallel.dp
+    per_rank = _samples(config) * config.gconfig.max_tokens // config.allocation.train[0].parallel.dp
     return tokens * config.actor.ppo_n_minibatches < per_rank
 
 
 def memory_texts(config: BaseExperimentConfig, plan: LaunchPlan) -> dict[str, str]:
     """Name of a process on the CPU -> what it needs in all. Without those whose models are not known."""
-    tokens = largest_micro_batch(config, plan)
-    memory, texts = planned_memory(config, plan, tokens), dict[str, str]()
+    tokens = largest_micro_batch(config)
+    on_gpu = any(process.gpus for process in plan.processes if process.role == "trainer")
+    memory, texts = planned_memory(config, tokens, on_gpu=on_gpu), dict[str, str]()
     for process in (process for process in plan.processes if not process.gpus):
         if process.role == "server" and process.memory_bytes:
             texts[process.name] = f"about {_gib(LIBRARY_BYTES + process.memory_bytes)} in all"
@@ -267,13 +273,13 @@ def memory_problems(
     server = next((process for process in plan.processes if process.role == "server"), None)
     if server is not None and isinstance(config, PPOConfig) and config.server_backend == "native":
         free = card_bytes if server.gpus and card_bytes else host_bytes
-        yield from state_problems(config, int(free * _CARD_SHARE))
-    memory = planned_memory(config, plan, tokens := largest_micro_batch(config, plan))
-    if memory is None:
-        return
+        yield from state_problems(config, int(free * CARD_SHARE))
     ranks = [process for process in plan.processes if process.role == "trainer"]
-    on_gpu, backend, patches = bool(ranks[0].gpus), config.train_backend, largest_images(config, tokens)
-    accumulates = _accumulates(config, plan, tokens)
+    on_gpu = any(process.gpus for process in ranks)
+    memory = planned_memory(config, tokens := largest_micro_batch(config), on_gpu=on_gpu)
+    if memory is None or not ranks:
+        return
+    backend, patches, accumulates = config.train_backend, largest_images(config, tokens), _accumulates(config, tokens)
     state = memory.weights + memory.gradients + memory.optimizer
     advice = "use more ranks (allocation_mode) or fsdp.offload_optimizer=true or fsdp.offload_params=true"
     if backend == "megatron":
@@ -290,7 +296,7 @@ def memory_problems(
         text = f"checkpoints need {_gib(copied)} of host memory"
         text += f" besides the {_gib(needed)} of weights, gradients and optimiser" if needed else ""
         yield f"recover.async_save: {text}, {has}: set it to false"
-    if on_gpu and card_bytes is not None and memory.peak > card_bytes * _CARD_SHARE:
+    if on_gpu and card_bytes is not None and memory.peak > card_bytes * CARD_SHARE:
         key = "allocation_mode"
         if memory.activations > state:
             key, advice = "actor.mb_spec.max_tokens_per_mb", "lower it, or set gradient_checkpointing=true"
@@ -323,7 +329,7 @@ def largest_images(config: BaseExperimentConfig, tokens: int) -> int:
     return max(sizes, default=0)
 
 
-def largest_micro_batch(config: BaseExperimentConfig, plan: LaunchPlan) -> int:
+def largest_micro_batch(config: BaseExperimentConfig) -> int:
     """Tokens of the largest micro-batch of any model: at most its limit, and at most the share of a rank."""
     limit = max(model.mb_spec.max_tokens_per_mb or DEFAULT_TOKENS_PER_MB for model in config.models.values())
     if not isinstance(config, PPOConfig):
@@ -331,7 +337,7 @@ def largest_micro_batch(config: BaseExperimentConfig, plan: LaunchPlan) -> int:
     longest, shares = config.gconfig.max_tokens, config.allocation.train[0].parallel.dp
     if config.server_backend == "native" and config.native.context_length:
         longest = min(longest, config.native.context_length)
-    return min(limit, max(longest, plan.numbers.samples_per_step * longest // shares))
+    return min(limit, max(longest, _samples(config) * longest // shares))
 
 
 def _gib(count: int) -> str:

@@ -1,14 +1,15 @@
 """Measures service times on this machine: a short run of the configuration, which is then read as any other run."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from areal.api.config import PPOConfig, save_config
 from areal.api.errors import InputError
 from areal.observe.step_files import read_step_lines
 from areal.planner.measured import WARMUP_STEPS
@@ -29,13 +30,15 @@ def _exit(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def calibrate(words: Sequence[str], folder: Path) -> Path:
-    """Run the configuration of a command line in `folder`, for at most LIMIT_S; returns the folder of the run.
+def calibrate(config: PPOConfig, folder: Path) -> Path:
+    """Run a configuration in `folder`, for at most LIMIT_S; returns the folder of the run.
 
     InputError when it does not train enough steps in that time.
     """
     paths = RunPaths(folder / NAME[0] / NAME[1])
-    command = [sys.executable, "-m", "areal.launcher", *words, *_OPTIONS, f"cluster.fileroot={folder}"]
+    whole = folder / "config.yaml"
+    secrets = save_config(config, whole)  # with the paths that follow from the names of the experiment and its folder
+    command = [sys.executable, "-m", "areal.launcher", "--config", str(whole), *_OPTIONS, f"cluster.fileroot={folder}"]
     log = folder / "calibration.log"
     ends_s = time.monotonic() + LIMIT_S - STOP_S
     with log.open("wb") as output:
@@ -44,6 +47,7 @@ def calibrate(words: Sequence[str], folder: Path) -> Path:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env=os.environ | secrets,
             preexec_fn=tied_to_this_process(),
         )
         before = signal.signal(signal.SIGTERM, _exit)  # so that the run is stopped in order

@@ -1,11 +1,13 @@
 """Service times from the specification of a card and the sizes of a model: what follows from them is extrapolated."""
 
+import math
 from dataclasses import dataclass
 
 from areal.api.config import PPOConfig
 from areal.api.errors import ConfigError
+from areal.launcher.memory_plan import CARD_SHARE, largest_micro_batch
 from areal.models.model_shape import ModelShape
-from areal.planner.service import ServerTimes, ServiceTimes, TrainerTimes
+from areal.planner.service import ServerTimes, ServiceTimes, TrainerTimes, most_running
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,62 +17,89 @@ class Card:
     tflops: float
     bytes_per_s: float
     """Of the memory."""
-    link_bytes_per_s: float
-    """Of the network between machines, one direction, for each card: assumed 400 Gbit/s."""
+    memory_bytes: float
+    near_bytes_per_s: float
+    """Of NVLink, one direction."""
+    far_bytes_per_s: float
+    """Of the network between machines, one direction, for each card: assumed 200 (a100) or 400 Gbit/s."""
 
 
 CARDS = {
-    "a100": Card(tflops=312.0, bytes_per_s=2.0e12, link_bytes_per_s=25e9),
-    "h100": Card(tflops=989.0, bytes_per_s=3.35e12, link_bytes_per_s=50e9),
-    "h200": Card(tflops=989.0, bytes_per_s=4.8e12, link_bytes_per_s=50e9),
-    "b200": Card(tflops=2250.0, bytes_per_s=8.0e12, link_bytes_per_s=50e9),
+    "a100": Card(tflops=312.0, bytes_per_s=2.0e12, memory_bytes=80e9, near_bytes_per_s=300e9, far_bytes_per_s=25e9),
+    "h100": Card(tflops=989.0, bytes_per_s=3.35e12, memory_bytes=80e9, near_bytes_per_s=450e9, far_bytes_per_s=50e9),
+    "h200": Card(tflops=989.0, bytes_per_s=4.8e12, memory_bytes=141e9, near_bytes_per_s=450e9, far_bytes_per_s=50e9),
+    "b200": Card(tflops=2250.0, bytes_per_s=8.0e12, memory_bytes=180e9, near_bytes_per_s=900e9, far_bytes_per_s=50e9),
 }
 MEMORY_SHARE, PREFILL_SHARE, TRAIN_SHARE, LINK_SHARE = 0.7, 0.5, 0.4, 0.5
-"""Fractions of the peak rates of memory, card and link that are reached. They are assumptions, and printed."""
-STEP_OVERHEAD_S = 0.003
-"""Time of a decode step without its computation: scheduling, sampling, launches. An assumption."""
+"""Fractions of the peak rates of memory, card and links that are reached. They are assumptions, and printed."""
+STEP_OVERHEAD_S, REDUCE_S = 0.003, 10e-6
+"""Time of a decode step without its computation (scheduling, sampling, launches), and of each of two sums over the
+cards of a server in each layer. Assumptions."""
+_WIDTH = 2.0
+"""Bytes of a number."""
 
 
-def card_times(name: str, config: PPOConfig, *, ranks: int, server_size: int) -> ServiceTimes:
-    """`ranks`: of the trainers; `server_size`: cards of one server. ConfigError for an unknown card or model."""
-    card = CARDS.get(name.lower())
-    if card is None:
-        raise ConfigError(f"--card {name}: choose one of {', '.join(CARDS)}", code="plan.unknown_card")
-    shape = ModelShape.read(config.actor.path)
+def card_times(name: str, config: PPOConfig, *, tokens: float) -> ServiceTimes:
+    """`tokens`: of a train step. ConfigError for an unknown card or model.
+
+    A trainer's micro-batch takes as long as its computation with the sums of its tensor ranks, or as gathering the
+    weights of a data rank, whichever is longer; stages of a pipeline wait for its first and last micro-batches.
+    """
+    card, shape = known_card(name), ModelShape.read(config.actor.path)
     if shape is None:
         text = f"actor.path={config.actor.path} has no config.json that can be read: --card needs a local model folder"
         raise ConfigError(text, code="plan.no_model")
-    active, width = _active_parameters(shape), 2.0
-    memory_per_s = card.bytes_per_s * MEMORY_SHARE * server_size
-    flops = card.tflops * 1e12
-    token_s = 2 * active / (flops * PREFILL_SHARE * server_size)
-    passes = 6.0 * (4 / 3 if config.actor.gradient_checkpointing else 1.0)
-    before = 2.0 * (1 + (config.ref is not None))
-    trained_per_s = flops * TRAIN_SHARE * ranks
-    transfer_s = shape.parameters * width / (card.link_bytes_per_s * LINK_SHARE)
-    source = (
-        f"extrapolated from the specification of {name} for {shape.parameters / 1e9:.1f}B parameters, of whose peaks "
-        f"{MEMORY_SHARE:.0%} (memory), {PREFILL_SHARE:.0%} (prefill) and {TRAIN_SHARE:.0%} (training) are assumed"
-    )
+    inference, dims = config.allocation.inference, config.allocation.train[0].parallel
+    assert inference is not None
+    size, active = inference.instance_size, _active_parameters(shape)
+    memory_per_s = card.bytes_per_s * MEMORY_SHARE * size
+    token_s = 2 * active / (card.tflops * 1e12 * PREFILL_SHARE * size)
+    weight_bytes = shape.parameters * _WIDTH
+    transfer_s = weight_bytes / size / (card.far_bytes_per_s * LINK_SHARE)
+    reduce_s = 0.0 if size == 1 else 2 * shape.layers * REDUCE_S
+    has_second_copy = config.server_backend == "native"
+    kept_bytes = card.memory_bytes * CARD_SHARE * size - weight_bytes * (1 + has_second_copy)
+
+    pass_s = 2 * active / (card.tflops * 1e12 * TRAIN_SHARE * dims.world_size)  # of a token, over all ranks
+    summed_bytes = 4 * shape.layers * shape.hidden * _WIDTH * (dims.tp - 1) / dims.tp
+    pass_s += summed_bytes / (card.near_bytes_per_s * LINK_SHARE * dims.world_size / dims.tp)
+    micro_tokens, data_ranks = largest_micro_batch(config), dims.dp * dims.cp
+    gathered_bytes = weight_bytes / (dims.tp * dims.pp) * (1 - 1 / data_ranks)
+    if config.train_backend == "megatron":
+        gathered_bytes = 0.0  # each data rank has whole weights
+    gather_s = gathered_bytes / (card.far_bytes_per_s * LINK_SHARE * micro_tokens * dims.dp)
+    micro_batches = max(1.0, tokens / (micro_tokens * dims.dp * config.actor.ppo_n_minibatches))
+    bubble = 1 + (dims.pp - 1) / micro_batches
+    passes = 3 + config.actor.gradient_checkpointing
     return ServiceTimes(
         server=ServerTimes(
-            step_s=shape.parameters * width / memory_per_s + STEP_OVERHEAD_S,
+            step_s=weight_bytes / memory_per_s + STEP_OVERHEAD_S + reduce_s,
             sequence_s=token_s,
-            context_s=shape.kv_values_per_token * width / memory_per_s,
+            context_s=shape.kv_values_per_token * _WIDTH / memory_per_s,
             prefill_s=token_s,
             prepare_s=transfer_s,
             install_s=0.1,
-            has_second_copy=config.server_backend == "native",
+            has_second_copy=has_second_copy,
+            max_running=most_running(config),
+            max_context=max(0.0, kept_bytes / (shape.kv_values_per_token * _WIDTH or math.inf)),
         ),
         trainer=TrainerTimes(
-            before_token_s=before * active / trained_per_s,
-            update_token_s=passes * active / trained_per_s,
+            before_token_s=(1 + (config.ref is not None)) * bubble * max(pass_s, gather_s),
+            update_token_s=bubble * max(passes * pass_s, 2 * gather_s),
             publish_s=transfer_s,
             after_s=0.5,
         ),
-        source=source,
+        source=f"extrapolated from the specification of {name} for {shape.parameters / 1e9:.1f}B parameters, of whose "
+        f"peaks {MEMORY_SHARE:.0%} (memory), {PREFILL_SHARE:.0%} (prefill), {TRAIN_SHARE:.0%} (training) and "
+        f"{LINK_SHARE:.0%} (links) are assumed",
         is_extrapolated=True,
     )
+
+
+def known_card(name: str) -> Card:
+    if (card := CARDS.get(name.lower())) is None:
+        raise ConfigError(f"--card {name}: choose one of {', '.join(CARDS)}", code="plan.unknown_card")
+    return card
 
 
 def _active_parameters(shape: ModelShape) -> float:

@@ -18,13 +18,13 @@ from areal.api.config.load import load_experiment
 from areal.api.errors import ConfigError
 from areal.observe.log import get_logger
 from areal.planner.calibration import calibrate
-from areal.planner.cards import card_times
+from areal.planner.cards import card_times, known_card
 from areal.planner.measured import MeasuredRun, measured_run
-from areal.planner.report import Figures, Gain, bound_line, figure_lines, gains, simulated, steps_for
-from areal.planner.search import BEST, STALENESS, Ranked, search
-from areal.planner.service import ServiceTimes, Workload
-from areal.planner.simulation import Setting
-from areal.system.device import cpu_count
+from areal.planner.report import Figures, Gain, Point, bound_line, figure_lines, gains, simulated, steps_for
+from areal.planner.search import BEST, STALENESS, Ranked, Search
+from areal.planner.service import ServiceTimes, Workload, mean_tokens
+from areal.planner.simulation import Setting, part_of
+from areal.system.device import cpu_count, gpu_memory_bytes
 from areal.system.durable import write_atomic
 from areal.system.run_paths import existing_run
 
@@ -50,7 +50,7 @@ def plan_command(words: Sequence[str]) -> int:
     source.add_argument("--calibrate", action="store_true", help="times of a run of at most 60 s on this machine")
     source.add_argument("--card", metavar="NAME", help="times from a specification: a100, h100, h200, b200")
     parser.add_argument("--devices", metavar="N", type=_positive, help="use the best split of N devices")
-    parser.add_argument("--search", action="store_true", help="rank splits and staleness for the devices")
+    parser.add_argument("--search", action="store_true", help="rank allocations, staleness, concurrency, micro-batches")
     parser.add_argument("--write", metavar="FILE", type=Path, help="the best allocation, to be given as --config too")
     parser.add_argument("--steps", metavar="N", type=_positive, help="train steps for the device hours")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -58,8 +58,8 @@ def plan_command(words: Sequence[str]) -> int:
     given = parser.parse_intermixed_args(words)
     if given.write is not None and not (given.search or given.devices):
         raise ConfigError("--write: there is a choice to write only with --devices or --search", code="plan.no_choice")
-    setting, seen = _setting(given)
-    plan = _Plan(given, setting, seen)
+    config, seen = _sources(given)
+    plan = _Plan(given, config, seen)
     plan.make()
     sys.stdout.write((json.dumps(plan.facts()) if given.json else "\n".join(plan.lines())) + "\n")
     return 0
@@ -71,15 +71,14 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _setting(given: argparse.Namespace) -> tuple[Setting, MeasuredRun | None]:
+def _sources(given: argparse.Namespace) -> tuple[PPOConfig, MeasuredRun | None]:
     """What the command line asks to simulate, and the run that its times come from."""
     if given.config is None and given.run is None:
         raise ConfigError("areal plan needs --config FILE, or --from RUN with its own", code="plan.no_config")
     files = given.config or [str(given.run / "config.yaml")]
     config_words = [word for path in files for word in ("--config", path)] + given.overrides
     config = _load(config_words, is_own=given.config is None)
-    inference = config.allocation.inference
-    if inference is None:
+    if config.allocation.inference is None:
         text = f"allocation_mode={config.allocation_mode} has no servers: a plan needs them"
         raise ConfigError(text, code="plan.no_servers")
     target = config.rollout.target_staleness
@@ -89,19 +88,22 @@ def _setting(given: argparse.Namespace) -> tuple[Setting, MeasuredRun | None]:
     if given.search and target.mean is not None:
         text = "rollout.target_staleness.mean: --search compares values of max_head_offpolicyness: remove it"
         raise ConfigError(text, code="plan.set_point")
-    servers, dp_size = inference.num_replicas, config.allocation.train[0].parallel.dp
-    seen: MeasuredRun | None = None
-    if given.card:
-        ranks = config.allocation.num_train_ranks
-        times = card_times(given.card, config, ranks=ranks, server_size=inference.instance_size)
-        work = assumed_work(config)
-    else:
-        seen = _measured(given, config_words)
-        times, work = adapted(seen, config)
-    bounds = [config.rollout.max_head_offpolicyness, *(STALENESS if given.search else ())]
-    steps = steps_for(max(bounds) + 1)  # of all that is compared, also of one more
-    setting = Setting(config=config, times=times, work=work, servers=servers, dp_size=dp_size, steps=steps)
-    return replace(setting, unit=unit_of(setting)), seen
+    return config, None if given.card else _measured(given, config)
+
+
+def setting_of(config: PPOConfig, times: ServiceTimes, work: Workload) -> Setting:
+    """Long enough for a steady state, and with as many tokens as a simulation can have."""
+    inference = config.allocation.inference
+    assert inference is not None
+    setting = Setting(
+        config=config,
+        times=times,
+        work=work,
+        servers=inference.num_replicas,
+        dp_size=config.allocation.train[0].parallel.dp,
+        steps=steps_for(config.rollout.max_head_offpolicyness),
+    )
+    return replace(setting, unit=unit_of(setting))
 
 
 def _load(words: Sequence[str], *, is_own: bool) -> PPOConfig:
@@ -112,12 +114,12 @@ def _load(words: Sequence[str], *, is_own: bool) -> PPOConfig:
     return config
 
 
-def _measured(given: argparse.Namespace, config_words: Sequence[str]) -> MeasuredRun:
+def _measured(given: argparse.Namespace, config: PPOConfig) -> MeasuredRun:
     if given.run is not None:
         return measured_run(given.run, cores=cpu_count())
     with tempfile.TemporaryDirectory(prefix="areal-plan-") as folder:
         _say("calibrates: runs the configuration for at most 60 s")
-        return measured_run(calibrate(config_words, Path(folder)), cores=cpu_count())
+        return measured_run(calibrate(config, Path(folder)), cores=cpu_count())
 
 
 def adapted(seen: MeasuredRun, config: PPOConfig) -> tuple[ServiceTimes, Workload]:
@@ -165,25 +167,32 @@ def assumed_work(config: PPOConfig) -> Workload:
 
 def unit_of(setting: Setting) -> int:
     """How many tokens one simulated token stands for: memory and time of a simulation grow with its tokens."""
-    first = [sum(map(sum, setting.work.episode(1, number).turns)) for number in range(64)]
-    tokens = sum(first) / len(first) * setting.config.train_dataset.batch_size * setting.steps
+    part = part_of(setting)
+    tokens = mean_tokens(setting.work) * part.config.train_dataset.batch_size * setting.steps
     return max(1, round(tokens / SIMULATED_TOKENS))
 
 
 def _say(text: str) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"areal plan: {text}\n")
-        sys.stderr.flush()
+    sys.stderr.write(f"areal plan: {text}\n")
+    sys.stderr.flush()
 
 
 class _Plan:
     """Simulates, and describes the result."""
 
-    def __init__(self, given: argparse.Namespace, setting: Setting, seen: MeasuredRun | None) -> None:
-        self._given, self._setting, self._seen = given, setting, seen
+    def __init__(self, given: argparse.Namespace, config: PPOConfig, seen: MeasuredRun | None) -> None:
+        self._given, self._config, self._seen = given, config, seen
+        self._times, self._before = self._settings(config).times, Point.of(config)
         self._ranked: list[Ranked] = []
         self._figures: Figures | None = None
         self._gains: list[Gain] = []
+
+    def _settings(self, config: PPOConfig) -> Setting:
+        if self._seen is not None:
+            return setting_of(config, *adapted(self._seen, config))
+        work = assumed_work(config)
+        tokens = config.train_dataset.batch_size * (mean_tokens(work) + work.prompt * work.answers)
+        return setting_of(config, card_times(self._given.card, config, tokens=tokens), work)
 
     def make(self) -> None:
         logger = get_logger("areal")
@@ -191,33 +200,41 @@ class _Plan:
         logger.setLevel("ERROR")  # the fleet of a simulation logs what that of a run does
         try:
             if given.search or given.devices:
-                devices = given.devices or self._setting.config.allocation.world_size
-                bound = self._setting.config.rollout.max_head_offpolicyness
-                staleness = tuple(sorted({*STALENESS, bound})) if given.search else (bound,)
-                self._ranked = search(self._setting, devices, staleness=staleness, seeds=SEEDS, say=_say)
-                self._setting = self._ranked[0].choice.setting
-            self._figures = self._ranked[0].figures if self._ranked else simulated(self._setting, SEEDS)
-            self._gains = gains(self._setting, _say)
+                self._search()
+            self._figures = self._ranked[0].figures if self._ranked else simulated(self._settings(self._config), SEEDS)
+            self._gains = gains(self._config, self._settings, _say)
         finally:
             logger.setLevel(level)
         if given.write is not None:
-            write_atomic(given.write, yaml.safe_dump(_nested(self._ranked[0].choice.options)).encode())
+            options = self._ranked[0].point.options(self._before)
+            write_atomic(given.write, yaml.safe_dump(_nested(options)).encode())
+
+    def _search(self) -> None:
+        given, bound = self._given, self._config.rollout.max_head_offpolicyness
+        search = Search(
+            self._config,
+            self._settings,
+            devices=given.devices or self._devices,
+            card_bytes=known_card(given.card).memory_bytes if given.card else gpu_memory_bytes(),
+            varies=bool(given.card and given.search),
+            say=_say,
+        )
+        self._ranked = search.best(sorted({*STALENESS, bound}) if given.search else [bound], SEEDS)
+        self._config = self._ranked[0].point.on(self._config)
 
     @property
     def _steps(self) -> int | None:
-        return self._given.steps or self._setting.config.total_train_steps
+        return self._given.steps or self._config.total_train_steps
 
     @property
     def _devices(self) -> int:
-        return self._setting.config.allocation.world_size
+        return self._config.allocation.world_size
 
     def lines(self) -> list[str]:
         assert self._figures is not None
-        times, seen = self._setting.times, self._seen
+        times, seen = self._times, self._seen
         note = " (extrapolated)" if times.is_extrapolated else ""
-        head = (
-            f"{self._setting.config.allocation_mode}, staleness {self._setting.config.rollout.max_head_offpolicyness}"
-        )
+        head = f"{self._config.allocation_mode}, staleness {self._config.rollout.max_head_offpolicyness}"
         lines = [f"plan of {head}: {times.source}; [95% interval over {SEEDS} seeds]"]
         if seen is not None:
             lines.append(f"the measured run: {seen.step_s:.3g} s a step, staleness {seen.staleness:.2f}")
@@ -225,26 +242,24 @@ class _Plan:
         lines.append(bound_line(self._figures.bound, self._gains) + note)
         for place, ranked in enumerate(self._ranked[:BEST], start=1):
             per_hour = f"{ranked.figures.steps_per_hour} steps per hour"
-            lines.append(f"{place}. {ranked.choice.title}: {per_hour}; {ranked.reason}{note}")
+            lines.append(f"{place}. {ranked.title}: {per_hour}; {ranked.reason}{note}")
         if self._given.write is not None:
             lines.append(f"{self._given.write}: the first of these; give it as a further --config")
         return lines
 
     def facts(self) -> dict[str, Any]:
         assert self._figures is not None
-        times = self._setting.times
         return {
-            "allocation": self._setting.config.allocation_mode,
-            "staleness": self._setting.config.rollout.max_head_offpolicyness,
-            "source": times.source,
-            "extrapolated": times.is_extrapolated,
+            **Point.of(self._config)._asdict(),
+            "source": self._times.source,
+            "extrapolated": self._times.is_extrapolated,
             "devices": self._devices,
             "steps": self._steps,
             "bound": self._figures.bound,
             "figures": dataclasses.asdict(self._figures),
-            "gains": [{"change": one.choice.title, "gain": one.gain, **one.choice.options} for one in self._gains],
+            "gains": [{"change": one.title, "gain": one.gain, **one.options} for one in self._gains],
             "ranked": [
-                {**one.choice.options, "reason": one.reason, "figures": dataclasses.asdict(one.figures)}
+                {**one.point._asdict(), "reason": one.reason, "figures": dataclasses.asdict(one.figures)}
                 for one in self._ranked
             ],
         }
@@ -258,5 +273,5 @@ def _nested(options: Any) -> dict[str, Any]:
         place = tree
         for section in sections:
             place = place.setdefault(section, {})
-        place[name] = yaml.safe_load(value)
+        place[name] = value
     return tree

@@ -19,7 +19,7 @@ from areal.api.errors import InputError, LedgerError
 from areal.ledger.event_files import PayloadReader, open_reader
 from areal.ledger.payload import read_table
 from areal.observe.step_files import read_step_lines
-from areal.planner.service import ServerTimes, ServiceTimes, TrainerTimes, Workload
+from areal.planner.service import ServerTimes, ServiceTimes, TrainerTimes, Workload, most_running
 from areal.reward.pool import pool_size
 from areal.system.run_paths import RunPaths
 
@@ -411,6 +411,7 @@ def measured_run(folder: Path, *, cores: float) -> MeasuredRun:
         prefill_s=sequence_s,
         prepare_s=max(0.0, update_s - trainer.publish_s),
         has_second_copy=config.server_backend == "native",
+        max_running=most_running(config),
     )
     prompt = round(fmean(one.prompt for one in known))
     workers = pool_size(config.reward)

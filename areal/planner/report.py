@@ -1,15 +1,18 @@
 """What simulated runs say about a configuration: figures with intervals, what bounds it, and what would move that."""
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
+from typing import NamedTuple, Self
 
-from areal.api.allocation import AllocationMode, ModelAllocation
+from areal.api.allocation import AllocationMode, ModelAllocation, ParallelDims
 from areal.api.config import PPOConfig
 from areal.api.config.validate import problems_of
-from areal.planner.simulation import Outcome, Setting, simulate
+from areal.api.errors import ArealError
+from areal.planner.simulation import Outcome, Setting, part_of, simulate
 
 SETTLING_STEPS, MEASURED_STEPS = 4, 10
 """Steps, besides the maximum staleness, that are unlike the others: at the start, when servers are empty, and at the
@@ -123,71 +126,66 @@ def quantile(counts: Mapping[int, int], share: float) -> float:
 # Settings that differ from one another.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """A setting by its options, and how it differs from another one."""
+class Point(NamedTuple):
+    """What a plan may change of a configuration."""
 
-    title: str
-    options: Mapping[str, str]
-    """key -> value, as on a command line."""
-    setting: Setting
+    allocation: str
+    staleness: int
+    episodes: int | None
+    """In flight; None = batch size x (staleness + 1)."""
+    micro_tokens: int | None
+    """Of a micro-batch; None = its default."""
+    weight_update: str
 
+    @classmethod
+    def of(cls, config: PPOConfig) -> Self:
+        rollout = config.rollout
+        return cls(
+            allocation=str(config.allocation),
+            staleness=rollout.max_head_offpolicyness,
+            episodes=rollout.max_concurrent_rollouts,
+            micro_tokens=config.actor.mb_spec.max_tokens_per_mb,
+            weight_update=rollout.weight_update,
+        )
 
-def with_servers(setting: Setting, servers: int) -> Choice:
-    allocation = resized(setting.config.allocation, servers=servers)
-    changed = replace(setting, servers=servers, config=_with(setting.config, str(allocation)))
-    more = servers - setting.servers
-    title = f"{more:+d} server{'s' if abs(more) > 1 else ''}"
-    return Choice(title=title, options={"allocation_mode": str(allocation)}, setting=changed)
+    def on(self, config: PPOConfig) -> PPOConfig:
+        rollout = replace(
+            config.rollout,
+            max_head_offpolicyness=self.staleness,
+            max_concurrent_rollouts=self.episodes,
+            weight_update=self.weight_update,
+        )
+        actor = replace(config.actor, mb_spec=replace(config.actor.mb_spec, max_tokens_per_mb=self.micro_tokens))
+        return replace(config, allocation_mode=self.allocation, rollout=rollout, actor=actor)
 
-
-def with_ranks(setting: Setting, dp_size: int) -> Choice:
-    """Trainers with another data-parallel size: the time by tokens is divided."""
-    allocation = resized(setting.config.allocation, dp_size=dp_size)
-    times = replace(setting.times, trainer=setting.times.trainer.divided(dp_size / setting.dp_size))
-    changed = replace(setting, dp_size=dp_size, times=times, config=_with(setting.config, str(allocation)))
-    title = f"{dp_size} instead of {setting.dp_size} data-parallel trainers"
-    return Choice(title=title, options={"allocation_mode": str(allocation)}, setting=changed)
-
-
-def with_staleness(setting: Setting, staleness: int) -> Choice:
-    rollout = setting.config.rollout
-    config = replace(setting.config, rollout=replace(rollout, max_head_offpolicyness=staleness))
-    title = f"staleness {staleness} instead of {rollout.max_head_offpolicyness}"
-    options = {"rollout.max_head_offpolicyness": str(staleness)}
-    return Choice(title=title, options=options, setting=replace(setting, config=config))
-
-
-def with_concurrency(setting: Setting, episodes: int) -> Choice:
-    rollout = replace(setting.config.rollout, max_concurrent_rollouts=episodes)
-    title = f"{episodes} instead of {setting.config.max_concurrent_rollouts} episodes in flight"
-    options = {"rollout.max_concurrent_rollouts": str(episodes)}
-    changed = replace(setting, config=replace(setting.config, rollout=rollout))
-    return Choice(title=title, options=options, setting=changed)
-
-
-def with_kept_requests(setting: Setting) -> Choice:
-    rollout = replace(setting.config.rollout, weight_update="keep_cache")
-    changed = replace(setting, config=replace(setting.config, rollout=rollout))
-    title = "weight_update keep_cache instead of " + setting.config.rollout.weight_update
-    return Choice(title=title, options={"rollout.weight_update": "keep_cache"}, setting=changed)
+    def options(self, before: Self) -> dict[str, str | int | None]:
+        """key -> value of what differs from another point."""
+        keys = (
+            "allocation_mode",
+            "rollout.max_head_offpolicyness",
+            "rollout.max_concurrent_rollouts",
+            "actor.mb_spec.max_tokens_per_mb",
+            "rollout.weight_update",
+        )
+        return {key: own for key, own, other in zip(keys, self, before, strict=True) if own != other}
 
 
-def _with(config: PPOConfig, allocation: str) -> PPOConfig:
-    return replace(config, allocation_mode=allocation)
+Settings = Callable[[PPOConfig], Setting]
+"""How a configuration is simulated."""
 
 
-def resized(mode: AllocationMode, *, servers: int | None = None, dp_size: int | None = None) -> AllocationMode:
-    """The allocation with another number of servers, and another data-parallel size of the first trainer."""
+def resized(mode: AllocationMode, servers: ParallelDims, trainer: ParallelDims) -> AllocationMode:
+    """The allocation with other sizes of the servers and of the first trainer."""
     found: list[ModelAllocation] = []
     for one in mode.allocations:
-        size = servers if one is mode.inference else dp_size if one is mode.train[0] else None
-        found.append(one if size is None else replace(one, parallel=replace(one.parallel, dp=size)))
+        dims = servers if one is mode.inference else trainer if one is mode.train[0] else one.parallel
+        found.append(replace(one, parallel=dims))
     return replace(mode, allocations=tuple(found))
 
 
 def simulated(setting: Setting, seeds: int) -> Figures:
-    outcomes = [simulate(replace(setting, seed=setting.seed + 17 * place)) for place in range(seeds)]
+    part = part_of(setting)
+    outcomes = [simulate(replace(part, seed=part.seed + 17 * place)) for place in range(seeds)]
     return figures_of(outcomes, setting.config.rollout.max_head_offpolicyness)
 
 
@@ -195,36 +193,44 @@ def simulated(setting: Setting, seeds: int) -> Figures:
 class Gain:
     """What one change of a setting gives."""
 
-    choice: Choice
+    title: str
+    options: Mapping[str, str | int | None]
     gain: float
     """Steps per hour more, as a share."""
 
 
-def gains(setting: Setting, say: Callable[[str], None]) -> list[Gain]:
+def gains(config: PPOConfig, settings: Settings, say: Callable[[str], None]) -> list[Gain]:
     """Each change alone, the largest gain first. All are simulated with one seed, so that they differ by the change."""
-    config, rollout = setting.config, setting.config.rollout
-    choices = [
-        with_servers(setting, setting.servers + 1),
-        with_ranks(setting, setting.dp_size * 2),
-        with_staleness(setting, rollout.max_head_offpolicyness + 1),
-        with_concurrency(setting, config.max_concurrent_rollouts * 2),
-    ]
-    if rollout.weight_update != "keep_cache":
-        choices.append(with_kept_requests(setting))
-    accepted = {problem.path for problem in problems_of(config)}
-    choices = [one for one in choices if _is_allowed(one, accepted)]
+    point, mode, trainer = Point.of(config), config.allocation, config.allocation.train[0].parallel
+    assert mode.inference is not None
+    servers, episodes = mode.inference.parallel, 2 * config.max_concurrent_rollouts
+    more_servers = resized(mode, replace(servers, dp=servers.dp + 1), trainer)
+    more_ranks = resized(mode, servers, replace(trainer, dp=2 * trainer.dp))
+    changes = {
+        "+1 server": point._replace(allocation=str(more_servers)),
+        f"{2 * trainer.dp} instead of {trainer.dp} data-parallel trainers": point._replace(allocation=str(more_ranks)),
+        f"staleness {point.staleness + 1} instead of {point.staleness}": point._replace(staleness=point.staleness + 1),
+        f"{episodes} instead of {episodes // 2} episodes in flight": point._replace(episodes=episodes),
+    }
+    if point.weight_update != "keep_cache":
+        title = f"weight_update keep_cache instead of {point.weight_update}"
+        changes[title] = point._replace(weight_update="keep_cache")
     found: list[Gain] = []
-    before = simulated(setting, 1).steps_per_hour.mean
-    for choice in choices:
-        say(choice.title)
-        found.append(Gain(choice=choice, gain=simulated(choice.setting, 1).steps_per_hour.mean / before - 1))
+    before = simulated(settings(config), 1).steps_per_hour.mean
+    for title, change in changes.items():
+        changed = change.on(config)
+        if is_allowed(changed, config):
+            say(title)
+            with contextlib.suppress(ArealError):  # the changed run would fail
+                gain = simulated(settings(changed), 1).steps_per_hour.mean / before - 1
+                found.append(Gain(title=title, options=change.options(point), gain=gain))
     return sorted(found, key=lambda one: -one.gain)
 
 
-def _is_allowed(choice: Choice, accepted: set[str]) -> bool:
-    """Whether a run would take the configuration: it has no problem that that of the plan has not."""
-    config = choice.setting.config
-    is_filled = config.train_dataset.batch_size >= choice.setting.dp_size
+def is_allowed(config: PPOConfig, before: PPOConfig) -> bool:
+    """Whether a run would take the configuration: it has no problem that the one of before has not."""
+    accepted = {problem.path for problem in problems_of(before)}
+    is_filled = config.train_dataset.batch_size >= config.allocation.train[0].parallel.dp
     return is_filled and all(problem.path in accepted for problem in problems_of(config))
 
 
@@ -258,5 +264,5 @@ def _share(value: Interval) -> str:
 def bound_line(bound: str, found: Sequence[Gain]) -> str:
     """What bounds the run, and the changes that move it."""
     useful = [one for one in found if one.gain >= LEAST_GAIN]
-    texts = [f"{one.choice.title} gives {one.gain:+.0%}" for one in useful[:3]]
+    texts = [f"{one.title} gives {one.gain:+.0%}" for one in useful[:3]]
     return f"{bound}-bound: " + ("; ".join(texts) if texts else "no single change gives 1% more")

@@ -76,7 +76,7 @@ class SimulatedServer(Replica):
 
     takes_groups = True
 
-    def __init__(self, name: str, times: ServerTimes, cores: Cores, *, max_running: int = 2**31, unit: int = 1) -> None:
+    def __init__(self, name: str, times: ServerTimes, cores: Cores, *, unit: int = 1) -> None:
         """`unit`: tokens that each token of a request stands for."""
         self.name, self.version = name, 0
         self.busy_s = self.sequence_s = 0.0
@@ -84,7 +84,7 @@ class SimulatedServer(Replica):
         self.num_prefilled = 0
         """Prompt tokens that it computed, also those that it computed again."""
         self.is_dead = False
-        self._times, self._cores, self._max_running, self._unit = times, cores, max_running, unit
+        self._times, self._cores, self._unit = times, cores, unit
         self._loop = asyncio.get_running_loop()
         self._heap: list[tuple[float, int, _Sequence]] = []
         self._order = count()
@@ -108,8 +108,6 @@ class SimulatedServer(Replica):
         for sequence in sequences:
             self._calls[sequence] = None
         try:
-            if self._times.request_s:
-                await asyncio.sleep(self._times.request_s)
             self._require_alive()
             self._look()
             self._waiting.extend(sequence for sequence in sequences if not sequence.ended)
@@ -239,7 +237,7 @@ class SimulatedServer(Replica):
 
     def _changed(self) -> None:
         """Start waiting sequences, and set the timer to the next end."""
-        while self._waiting and self._num_running < self._max_running and not self._is_paused:
+        while self._waiting and not self._is_paused and self._has_room:
             self._start(self._waiting.popleft())
         self._drop_ended()
         if self._timer is not None:
@@ -250,6 +248,12 @@ class SimulatedServer(Replica):
             return
         self._cores.enter(self, self._on_speed)
         self._set_timer()
+
+    @property
+    def _has_room(self) -> bool:
+        if not self._num_running:
+            return True
+        return self._num_running < self._times.max_running and self._context < self._times.max_context
 
     def _set_timer(self) -> None:
         if self._timer is not None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
+from areal.api.config import PPOConfig
 from areal.api.config.experiment import LengthRule
 
 
@@ -19,14 +20,30 @@ class ServerTimes:
     context_s: float = 0.0
     prefill_s: float = 0.0
     """For each prompt token that it computes; the decode steps wait meanwhile."""
-    request_s: float = 0.0
-    """Additional time of each request: sockets, queue, the first step."""
+    max_running: float = math.inf
+    """Sequences that run at the same time: others wait."""
+    max_context: float = math.inf
+    """Tokens that its cache holds: with more, requests wait."""
+    multiplicity: float = 1.0
+    """Sequences that each of its sequences stands for."""
     prepare_s: float = 0.0
     """To receive new weights, while it generates."""
     install_s: float = 0.0
     """To exchange the weights, while it does not generate."""
     has_second_copy: bool = True
     """It generates while it receives weights."""
+
+    def multiplied(self, factor: float) -> Self:
+        """Each of its sequences stands for `factor` sequences."""
+        return replace(
+            self,
+            sequence_s=self.sequence_s * factor,
+            context_s=self.context_s * factor,
+            prefill_s=self.prefill_s * factor,
+            max_running=self.max_running / factor,
+            max_context=self.max_context / factor,
+            multiplicity=self.multiplicity * factor,
+        )
 
     def decode_s(self, steps: float, sequences: int, context: float) -> float:
         """Seconds of a number of steps. The context grows by `sequences` tokens in each."""
@@ -128,6 +145,17 @@ class Workload:
             draw -= share
         turns = [_parts(length, self.turns) for length in lengths]
         return EpisodeWork(self.prompt, turns, why)
+
+
+def most_running(config: PPOConfig) -> float:
+    """Sequences that a server runs at the same time."""
+    return config.native.max_running_requests if config.server_backend == "native" else math.inf
+
+
+def mean_tokens(work: Workload) -> float:
+    """Generated tokens of an episode, in the mean."""
+    first = [sum(map(sum, work.episode(1, number).turns)) for number in range(64)]
+    return sum(first) / len(first)
 
 
 def _parts(tokens: int, count: int) -> list[int]:

@@ -5,6 +5,7 @@ is simulated is time: of servers, rewards, tools and the trainer, and what episo
 """
 
 import asyncio
+import gc
 import random
 from array import array
 from collections import Counter
@@ -31,6 +32,8 @@ from areal.rollout.controller import Controller
 from areal.system.discovery import NameRegistry
 from areal.workflow.scoring import new_request, single_turn_rows
 
+_MANY, _LEAST_BATCH = 5_000, 16
+"""Requests of one simulation, and episodes of a batch, that are enough."""
 _CALL_S = 3600.0
 """Longest wait of one call of the trainer; it repeats the call."""
 
@@ -56,6 +59,8 @@ class Setting:
     seed: int = 1
     unit: int = 1
     """Tokens that one simulated token stands for: a large plan needs less memory and time, and loses no step."""
+    copies: float = 1.0
+    """Parts like the simulated one that the run consists of: the trainer has the tokens of all."""
     lost: LostServer | None = None
     work_from: Callable[[int, int], Workload] | None = None
     """(version, episode) -> the work of an episode, when it changes in the run."""
@@ -79,7 +84,6 @@ class StepFigures:
     by_staleness: Counter[int]
     """Generated tokens of the batch by staleness."""
     dropped: float
-    rejected: float
     generated: float
     """Tokens that the servers have generated since the batch before."""
 
@@ -95,8 +99,8 @@ class Outcome:
     """Mean share of the time in which a server computes."""
     running: float = 0.0
     """Mean number of sequences of a server that computes."""
-    prefilled: int = 0
-    prompts: int = 0
+    prefilled: float = 0.0
+    prompts: float = 0.0
     """Prompt tokens that the servers computed, and those of all requests: the rest was computed again."""
 
 
@@ -226,7 +230,32 @@ class _Work:
 
 def simulate(setting: Setting, *, keeps_events: bool = False) -> Outcome:
     """Raises the error that ends the run, as that of a real one. `keeps_events`: of the ledger, in the outcome."""
-    return run_virtual(_simulate(setting, keeps_events=keeps_events))
+    gc.disable()  # it looks at all episodes in flight again and again, and they leave hardly any garbage
+    try:
+        return run_virtual(_simulate(setting, keeps_events=keeps_events))
+    finally:
+        gc.enable()
+
+
+def part_of(setting: Setting) -> Setting:
+    """A large run is many parts that are alike, with fewer servers and smaller batches: one of them, with the tokens
+    of all for the trainer. The longest of its answers is the longest of fewer."""
+    config, work = setting.config, setting.work
+    size = config.train_dataset.batch_size
+    wanted = size * work.answers * work.turns * setting.steps / _MANY
+    part = max(_LEAST_BATCH, round(size / wanted))
+    if part >= size:
+        return setting
+    copies = size / part
+    servers = max(1, round(setting.servers / copies))
+    server = setting.times.server.multiplied(copies * servers / setting.servers)
+    in_flight = config.rollout.max_concurrent_rollouts
+    rollout = replace(config.rollout, max_concurrent_rollouts=in_flight and max(1, round(in_flight * part / size)))
+    dataset = replace(config.train_dataset, batch_size=part)
+    config = replace(config, rollout=rollout, train_dataset=dataset)
+    dp_size = min(setting.dp_size, part)
+    times = replace(setting.times, server=server)
+    return replace(setting, config=config, times=times, servers=servers, dp_size=dp_size, copies=copies)
 
 
 def checked_for_plan(config: PPOConfig, unit: int, servers: int = 1) -> PPOConfig:
@@ -249,7 +278,7 @@ async def _simulate(setting: Setting, *, keeps_events: bool) -> Outcome:
 
     def connect(name: str, address: str, form: AnswerForm, /) -> Replica:
         if name not in servers:
-            servers[name] = SimulatedServer(name, times.server, cores, unit=setting.unit, max_running=_most(config))
+            servers[name] = SimulatedServer(name, times.server, cores, unit=setting.unit)
         return servers[name]
 
     registry = Registrations(setting.servers)
@@ -260,32 +289,31 @@ async def _simulate(setting: Setting, *, keeps_events: bool) -> Outcome:
     ledger = Ledger(log, read_payload=lambda where: b"", clock=asyncio.get_running_loop().time)
     controller = Controller(config, fleet=fleet, workflow=workflow, rows=rows, ledger=ledger, total_steps=setting.steps)
     await controller.start()
-    tasks = [asyncio.create_task(_lose(setting.lost, servers, registry), name="a lost server")] if setting.lost else []
+    tasks: list[asyncio.Task[None]] = []
+    if setting.lost:
+        tasks.append(asyncio.create_task(_lose(setting.lost, servers, registry), name="a lost server"))
     try:
         trainer = asyncio.create_task(_Trainer(setting, controller, log, cores, outcome).run(), name="trainer")
         ended = asyncio.create_task(controller.ended(), name="the controller")
+        tasks += [trainer, ended]
         await asyncio.wait([trainer, ended], return_when=asyncio.FIRST_COMPLETED)
-        if ended.done() and not trainer.done():
-            trainer.cancel()
+        if ended.done():
             ended.result()
         trainer.result()
         total_s = asyncio.get_running_loop().time()
         busy_s = sum(server.busy_s for server in servers.values())
         outcome.busy = busy_s / total_s / max(1, len(servers))
-        outcome.running = sum(server.sequence_s for server in servers.values()) / busy_s if busy_s else 0.0
-        outcome.prefilled = sum(server.num_prefilled for server in servers.values())
-        outcome.prompts = workflow.num_prompt_tokens * setting.unit
+        sequence_s = sum(server.sequence_s for server in servers.values()) * times.server.multiplicity
+        outcome.running = sequence_s / busy_s if busy_s else 0.0
+        outcome.prefilled = sum(server.num_prefilled for server in servers.values()) * setting.copies
+        outcome.prompts = workflow.num_prompt_tokens * setting.unit * setting.copies
     finally:
         for task in tasks:
             task.cancel()
         controller.finish()
         await controller.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
     return outcome
-
-
-def _most(config: PPOConfig) -> int:
-    """Sequences that a server runs at the same time."""
-    return config.native.max_running_requests if config.server_backend == "native" else 2**31
 
 
 class NoRows(Sequence[dict[str, Any]]):
@@ -335,7 +363,8 @@ class _Trainer:
             while (record := await controller.next_batch(step, timeout_s=_CALL_S)) is None:
                 pass
             got_s, spread = loop.time(), self._rng.choice(times.spread)
-            tokens = record.stats["tokens"] * setting.unit
+            every = setting.unit * setting.copies
+            tokens = record.stats["tokens"] * every
             before_s = spread * (times.before_s + times.before_token_s * tokens)
             await self._work.run(before_s)
             waited_s = await self._wait_served()
@@ -361,9 +390,8 @@ class _Trainer:
                 tokens=tokens,
                 staleness=record.stats["staleness_mean"],
                 by_staleness=by_staleness,
-                dropped=record.stats["dropped"],
-                rejected=record.stats["rejected"],
-                generated=record.stats["produced_tokens"] * setting.unit,
+                dropped=record.stats["dropped"] * setting.copies,
+                generated=record.stats["produced_tokens"] * every,
             )
             self._outcome.steps.append(figures)
             await self._work.run(times.after_s)

@@ -30,7 +30,7 @@ from areal.planner.measured import (
 )
 from areal.planner.report import Interval, gains, quantile, simulated, steps_for
 from tests.expect import raises_code
-from tests.planner.test_simulation import setting
+from tests.planner.test_simulation import setting, settings_like
 
 
 def test_a_fit_has_no_negative_coefficient():
@@ -165,15 +165,15 @@ def test_a_calibration_ends_with_its_command(tmp_path, monkeypatch):
     monkeypatch.setattr(calibration.time, "sleep", look_and_stop)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit):
-        calibrate([], tmp_path)
+        calibrate(setting().config, tmp_path)
     assert signal.getsignal(signal.SIGTERM) is before
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_gains_have_no_change_that_a_run_refuses():
     one = setting(1)
-    one = replace(one, dp_size=5, config=replace(one.config, allocation_mode="native:d1+fsdp:d5"), steps=steps_for(2))
-    titles = [gain.choice.title for gain in gains(one, lambda text: None)]
+    config = replace(one.config, allocation_mode="native:d1+fsdp:d5")
+    titles = [gain.title for gain in gains(config, settings_like(one), lambda text: None)]
     assert "+1 server" in titles
     assert "10 instead of 5 data-parallel trainers" not in titles  # of 8 episodes
 
@@ -208,7 +208,33 @@ def test_errors_of_the_command(words, code):
 
 def test_a_card_without_a_model_names_what_is_missing():
     with raises_code("plan.no_model"):
-        card_times("h100", setting().config, ranks=1, server_size=1)
+        card_times("h100", setting().config, tokens=1e6)
+
+
+def test_the_times_of_a_card(tmp_path):
+    """A model of 7B on H100s: what follows from the specification, by hand."""
+    shape = {"model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28}
+    shape |= {"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    config = setting().config
+    config = replace(config, actor=replace(config.actor, path=str(tmp_path), gradient_checkpointing=False))
+
+    def times(allocation: str, **of_actor):
+        changed = replace(config, allocation_mode=allocation, actor=replace(config.actor, **of_actor))
+        return card_times("h100", changed, tokens=1e6)
+
+    one = times("sglang:d1+fsdp:d1")
+    weights = 2 * 7.6156e9  # bytes
+    assert one.server.step_s == pytest.approx(weights / (3.35e12 * 0.7) + 0.003, rel=1e-3)
+    assert one.server.context_s == pytest.approx(2 * 2 * 28 * 4 * 128 / (3.35e12 * 0.7))
+    assert one.server.max_context == pytest.approx((80e9 * 0.95 - weights) / (2 * 2 * 28 * 4 * 128), rel=1e-3)
+    assert one.trainer.update_token_s == pytest.approx(6 * 7.6156e9 / (989e12 * 0.4), rel=1e-3)
+    larger = times("sglang:d1t4+fsdp:d8t2")
+    assert larger.server.step_s == pytest.approx(weights / (3.35e12 * 0.7 * 4) + 0.003 + 2 * 28 * 10e-6, rel=1e-3)
+    assert one.trainer.update_token_s / 16 < larger.trainer.update_token_s < one.trainer.update_token_s / 12
+    # Small micro-batches take as long as gathering half of the weights twice.
+    small = times("sglang:d1t4+fsdp:d8t2", mb_spec=replace(config.actor.mb_spec, max_tokens_per_mb=64))
+    assert small.trainer.update_token_s == pytest.approx(2 * weights / 2 * (7 / 8) / (25e9 * 64 * 8), rel=1e-3)
 
 
 def test_rewards_of_several_answers_at_a_time_are_not_added(tmp_path):

@@ -7,10 +7,11 @@ import pytest
 
 from areal.api.config import GRPOConfig, InferenceEngineConfig, TrainDatasetConfig
 from areal.api.config.experiment import LengthRule
-from areal.planner.report import steps_for
-from areal.planner.search import BEST, search
+from areal.planner.command import setting_of
+from areal.planner.report import Point, figures_of, simulated
+from areal.planner.search import BEST, Search, estimate_s, memory_problem
 from areal.planner.service import ServerTimes, ServiceTimes, TrainerTimes, Workload
-from areal.planner.simulation import LostServer, Setting, simulate
+from areal.planner.simulation import LostServer, Setting, part_of, simulate
 from areal.rollout import executor
 from areal.rollout.gate import room
 from tests.expect import raises_code
@@ -171,13 +172,72 @@ def test_rewards_wait_for_workers():
     assert [step.wait_batch_s for step in outcome.steps] == pytest.approx([100 * STEP_S + 4 * 0.5] * 3)
 
 
-def test_a_search_ranks_every_split_and_staleness():
-    one = replace(setting(1, rule="uniform(100,400)"), steps=steps_for(3))
-    found = search(one, 3, staleness=(0, 2), seeds=2, say=lambda text: None)
-    assert {(each.choice.setting.servers, each.choice.setting.dp_size) for each in found} == {(1, 2), (2, 1)}
-    assert len(found) == 4
+def settings_like(one: Setting):
+    """Other numbers of servers and trainers have the same times; those of trainers are divided."""
+
+    def settings(config) -> Setting:
+        dp_size = config.allocation.train[0].parallel.dp
+        times = replace(one.times, trainer=one.times.trainer.divided(dp_size))
+        return setting_of(config, times, one.work)
+
+    return settings
+
+
+def search(one: Setting, devices: int, **options) -> Search:
+    options = {"card_bytes": None, "varies": False, "say": lambda text: None} | options
+    return Search(one.config, settings_like(one), devices=devices, **options)
+
+
+def test_a_search_ranks_splits_staleness_and_concurrency():
+    one = setting(1, rule="uniform(100,400)")
+    found = search(one, 3).best((0, 2), seeds=2)
+    assert {each.point.allocation for each in found} == {"native:d1+fsdp:d2", "native:d2+fsdp:d1"}
+    assert {each.point.staleness for each in found} == {0, 2}
+    assert {each.point.episodes for each in found} == {None, 12, 48}
     rates = [each.figures.steps_per_hour for each in found]
     assert [rate.mean for rate in rates[:BEST]] == sorted((rate.mean for rate in rates[:BEST]), reverse=True)
-    assert found[0].choice.options["rollout.max_head_offpolicyness"] == "2"
+    assert found[0].point.options(Point.of(one.config))["rollout.max_head_offpolicyness"] == 2
     with raises_code("plan.too_few_devices"):
-        search(one, 1, staleness=(0,), seeds=1, say=lambda text: None)
+        search(one, 1).best((0,), seeds=1)
+
+
+def test_a_search_leaves_out_what_has_no_room():
+    one = setting(1)
+    server = replace(one.times.server, max_context=200.0)
+    small = replace(one, times=replace(one.times, server=server))
+    assert "an answer may have" in memory_problem(small, None)
+    with raises_code("plan.too_few_devices", "an answer may have"):
+        search(small, 3).best((1,), seeds=1)
+
+
+def test_the_closed_form_is_that_of_the_simulation():
+    """Equal answers on servers that take equally long for any number of sequences; bound by either side."""
+    slow_trainer = setting(2, rule="50")
+    slow_servers = replace(slow_trainer, work=replace(slow_trainer.work, rule=LengthRule.parse("2000")))
+    assert estimate_s(slow_trainer) == pytest.approx(UPDATE_S + PUBLISH_S)
+    assert estimate_s(slow_servers) == pytest.approx(2000 * STEP_S / 3)  # three batches in flight
+    for one in (slow_trainer, setting(0, rule="50")):
+        assert simulated(settings_like(one)(one.config), 1).step_s.mean == pytest.approx(estimate_s(one), rel=0.05)
+
+
+def test_a_part_of_a_large_run_is_like_all_of_it():
+    one = setting(2, rule="uniform(50,200)", servers=4, steps=40)
+    data = replace(one.config.train_dataset, batch_size=256)
+    server = ServerTimes(step_s=0.002, sequence_s=5e-4, context_s=1e-6)
+    trainer = TrainerTimes(update_token_s=2e-5, publish_s=0.1)
+    one = replace(one, config=replace(one.config, train_dataset=data))
+    one = replace(one, times=replace(one.times, server=server, trainer=trainer))
+    part = part_of(one)
+    assert (part.servers, part.config.train_dataset.batch_size) == (1, 62)
+    whole, found = (figures_of([simulate(each)], 2) for each in (one, part))
+    assert found.step_s.mean == pytest.approx(whole.step_s.mean, rel=0.05)
+    assert found.trained_tokens_per_s.mean == pytest.approx(whole.trained_tokens_per_s.mean, rel=0.05)
+    assert found.staleness_mean.mean == pytest.approx(whole.staleness_mean.mean, abs=0.1)
+
+
+def test_requests_wait_for_room_in_the_cache():
+    one = setting(0, rule="100", steps=3)
+    # 16 answers of 16 + 100 tokens; with room for 4 prompts, they run in four rounds.
+    server = replace(one.times.server, max_context=4 * 16)
+    outcome = simulate(replace(one, times=replace(one.times, server=server)))
+    assert [step.wait_batch_s for step in outcome.steps] == pytest.approx([4 * 100 * STEP_S] * 3)
