@@ -9,7 +9,7 @@ from areal.api.allocation import ParallelDims
 from areal.api.config import PPOConfig
 from areal.api.errors import ArealError, ConfigError
 from areal.launcher.memory_plan import CARD_SHARE, largest_micro_batch, planned_memory
-from areal.planner.report import Figures, Point, Settings, is_allowed, resized, simulated
+from areal.planner.report import LEAST_GAIN, Figures, Point, Settings, is_allowed, resized, simulated
 from areal.planner.service import mean_tokens
 from areal.planner.simulation import Setting
 
@@ -128,11 +128,12 @@ class Search:
             text = f"--devices {self._devices}: no allocation like {mode} works on them; {self._why}"
             raise ConfigError(text.rstrip("; "), code="plan.too_few_devices")
         found.sort(key=_order)
-        point = found[0].point
-        episodes = point.on(self._config).max_concurrent_rollouts
         if len(staleness) > 1:
+            first, point = found[0].figures.steps_per_hour.mean, found[0].point
+            episodes = point.on(self._config).max_concurrent_rollouts
             more = [point._replace(episodes=count) for count in (max(1, episodes // 2), episodes * 2)]
-            found += self._simulated([one for one in more if self._seconds_of(one) < math.inf], 1)
+            more = self._simulated([one for one in more if self._seconds_of(one) < math.inf], 1)
+            found += [one for one in more if one.figures.steps_per_hour.mean > first * (1 + LEAST_GAIN)]
             found.sort(key=_order)
         best = self._simulated([one.point for one in found[:BEST]], seeds)
         return [*sorted(best, key=_order), *found[BEST:]]
