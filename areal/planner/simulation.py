@@ -25,14 +25,14 @@ from areal.fleet.fleet import Fleet
 from areal.fleet.replica import AnswerForm, Replica
 from areal.ledger.ledger import EventLog, Ledger
 from areal.ledger.state import Event
-from areal.planner.server import Cores, Registrations, SimulatedServer
+from areal.planner.server import VOCABULARY, Cores, Registrations, SimulatedServer
 from areal.planner.service import ServiceTimes, Workload
 from areal.planner.virtual_loop import run_virtual
 from areal.rollout.controller import Controller
 from areal.system.discovery import NameRegistry
 from areal.workflow.scoring import new_request, single_turn_rows
 
-_MANY, _LEAST_BATCH = 5_000, 16
+_MANY, _LEAST_BATCH = 4_000, 8
 """Requests of one simulation, and episodes of a batch, that are enough."""
 _CALL_S = 3600.0
 """Longest wait of one call of the trainer; it repeats the call."""
@@ -140,7 +140,7 @@ class SimulatedWorkflow(RolloutWorkflow):
         self._rng = random.Random(setting.seed)
         self._reward_workers = asyncio.Semaphore(setting.times.reward_workers)
         unit, work = setting.unit, setting.work
-        self._prompt = packed_ids(range(max(1, work.prompt // unit)))
+        self._prompt = packed_ids([number % VOCABULARY for number in range(max(1, work.prompt // unit))])
         self._settings = GenerationHyperparameters(max_new_tokens=1, max_tokens=2**30, ignore_eos=True)
         self.num_prompt_tokens = 0
         """Of all requests."""

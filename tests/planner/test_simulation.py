@@ -235,7 +235,7 @@ def test_a_part_of_a_large_run_is_like_all_of_it():
     one = replace(one, config=replace(one.config, train_dataset=data))
     one = replace(one, times=replace(one.times, server=server, trainer=trainer))
     part = part_of(one)
-    assert (part.servers, part.config.train_dataset.batch_size) == (1, 62)
+    assert (part.servers, part.config.train_dataset.batch_size) == (1, 50)
     whole, found = (figures_of([simulate(each)], 2) for each in (one, part))
     assert found.step_s.mean == pytest.approx(whole.step_s.mean, rel=0.05)
     assert found.trained_tokens_per_s.mean == pytest.approx(whole.trained_tokens_per_s.mean, rel=0.05)
