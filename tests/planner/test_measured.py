@@ -80,8 +80,7 @@ def test_a_decode_step_grows_with_its_sequences_and_their_contexts():
             at_s += 1e-3 + 2e-5 * len(left) + 5e-7 * len(left) * (30 + step)
             step += 1
             for number in [one for one in left if lengths[one] == step]:
-                times = {"start_s": start_s, "end_s": at_s}
-                found.append(Served(server="server-0", prompt=30, tokens=left.pop(number), **times))
+                found.append(Served(server="server-0", start_s=start_s, end_s=at_s, prompt=30, tokens=left.pop(number)))
     assert decode_times(found) == pytest.approx((1e-3, 2e-5, 5e-7), rel=0.25)
     known = sum(one.end_s - one.start_s for one in found)
     step_s, sequence_s, context_s = decode_times(found)
