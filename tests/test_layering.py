@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "fleet",
         "workflow",
         "launcher",
-    },  # fmt: skip
+    },
     "importers": {"api"},
     "cli": ALL | {"trainer", "launcher", "replay", "evaluate", "importers", "serve", "planner"},
     "__main__": {"cli"},
