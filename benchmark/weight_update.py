@@ -402,7 +402,7 @@ def rounded(row: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=["1M", "25M", "500M"])
+    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), help="default: 1M 25M 500M; 135M with --delta")
     parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
     parser.add_argument("--kinds", nargs="+", choices=("disk", "collective"), default=["disk", "collective"])
     parser.add_argument("--modes", nargs="+", choices=("keep_cache", "keep", "interrupt"), default=["keep_cache"])
@@ -415,10 +415,11 @@ def main() -> None:
     os.environ[TOKEN_VARIABLE] = TOKEN
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-4)  # the thread that notes tokens must not wait for the one that publishes
+    sizes = args.sizes or (["135M"] if args.delta else ["1M", "25M", "500M"])
     if args.delta:
-        print(json.dumps({"delta": [row for size in args.sizes for row in with_deltas(size, args.lr, args)]}))
+        print(json.dumps({"delta": [row for size in sizes for row in with_deltas(size, args.lr, args)]}))
         return
-    rows = [row for size in args.sizes for dtype in args.dtypes for row in one_model(size, dtype, args)]
+    rows = [row for size in sizes for dtype in args.dtypes for row in one_model(size, dtype, args)]
     names = [" ".join((row["size"], row["dtype"], row["kind"], row["mode"])) for row in rows]
     ratios = ("stall_over_memcpy", "swap_over_memcpy")
     print(json.dumps({ratio: {name: row[ratio] for name, row in zip(names, rows, strict=True)} for ratio in ratios}))
