@@ -33,6 +33,8 @@ seconds/PHASE: s: Time of one phase of the step on trainer rank 0; after_step is
 seconds/wait_batch: s: Wait for a batch, inside of rollout.
 seconds/log_ratio: s: Scores of some rows by trainer and servers (stats_logger.causes_freq_steps).
 seconds/wait_servers: s: Wait until the servers have the last version, inside of publish_weights.
+update_weights/bytes: bytes: Offered to a server that has the version before, with actor.weight_update_mode: delta.
+update_weights/share_of_full: share: These bytes over those of all weights.
 seconds/wait_evaluation: s: Wait for an evaluation after the step before; so are wait_export and wait_checkpoint.
 memory/PROCESS: GiB: Resident memory of a process with all that it started, a few seconds before the end of the step.
 

@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
         ("rollout/episode/reward", "rollout/episode/reward"),
         ("rollout/episode/reward/format", "rollout/episode/reward/NAME"),
         ("seconds/step", "seconds/step"),
+        ("update_weights/bytes", "update_weights/bytes"),
+        ("update_weights/share_of_full", "update_weights/share_of_full"),
     ],
 )
 def test_the_entry_of_a_key(key, entry):
