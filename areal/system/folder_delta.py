@@ -11,14 +11,16 @@ in either direction. Gaps and each byte of the differences are compressed separa
 codes, close to the entropy of such numbers and fast.
 """
 
+import errno
 import itertools
 import json
 import os
 import re
 import shutil
 import zlib
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +41,8 @@ _DENSE_SHARE = 0.5
 _LARGEST_GAP = 255
 BLOCK_BYTES = 2**21
 """A tensor is compared in blocks of at most this size, on several cores."""
+_AHEAD = 64
+"""Blocks that are compared before the first of them is written: the most that are in memory."""
 
 
 def encode(old: Words, new: Words) -> bytes:
@@ -133,7 +137,7 @@ def _unpacked(rest: memoryview) -> Iterator[bytes]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Files. A delta file has eight bytes with the size of a list, the list of the new folder's files, and packed blocks.
+# Files. A delta file has packed blocks, the list of the new folder's files, and eight bytes with the size of the list.
 
 
 class _Block(NamedTuple):
@@ -161,27 +165,25 @@ def write_delta(old: Path, new: Path, names: list[str], target: Path) -> int:
     A file with other tensors, or none, is written whole.
     """
     files: list[_File] = []
-    packed: list[bytes] = []
-    with ThreadPoolExecutor(thread_name_prefix="delta") as pool:
+    with open(target, "wb") as file, ThreadPoolExecutor(thread_name_prefix="delta") as pool:
         for name in names:
             size = (new / name).stat().st_size
             is_new = not (old / name).is_file() or (old / name).stat().st_size != size
             with open(new / name, "rb") as after, open(os.devnull if is_new else old / name, "rb") as before:
                 layout = _layout(after.fileno(), size) or [(0, size, 1)]
                 headers = (
-                    () if is_new else [_read(file.fileno(), 0, layout[0][0]).tobytes() for file in (before, after)]
+                    () if is_new else [_read(each.fileno(), 0, layout[0][0]).tobytes() for each in (before, after)]
                 )
                 if len(set(headers)) != 1:
                     is_new, layout = True, [(0, size, 1)]
-                pieces = list(_pieces(layout))
-                compare = partial(_compare, None if is_new else before.fileno(), after.fileno())
-                found = list(pool.map(compare, pieces))
-            blocks = [_Block(*piece, len(data)) for piece, data in zip(pieces, found, strict=True) if data]
+                blocks: list[_Block] = []
+                for piece, data in _compared(pool, None if is_new else before.fileno(), after.fileno(), layout):
+                    if data:
+                        file.write(data)
+                        blocks.append(_Block(*piece, len(data)))
             files.append(_File(name, size, is_new, blocks))
-            packed += [data for data in found if data]
-    head = json.dumps([[file.name, file.num_bytes, file.is_new, file.blocks] for file in files]).encode()
-    with open(target, "wb") as file:
-        file.writelines((len(head).to_bytes(8, "little"), head, *packed))
+        listed = json.dumps([[each.name, each.num_bytes, each.is_new, each.blocks] for each in files]).encode()
+        file.writelines((listed, len(listed).to_bytes(8, "little")))
     return target.stat().st_size
 
 
@@ -189,23 +191,19 @@ def apply_delta(delta: Path, folder: Path) -> None:
     """Change the files in `folder` from the old version to the new one. InputError when the delta is damaged or does
     not fit: then they may have changed. A delta that fits another version makes other files than the new ones."""
     try:
-        data = memoryview(delta.read_bytes())
-        start = 8 + int.from_bytes(data[:8], "little")
-        files = [
-            _File(name, num_bytes, is_new, [_Block(*block) for block in blocks])
-            for name, num_bytes, is_new, blocks in json.loads(bytes(data[8:start]))
-        ]
-        with ThreadPoolExecutor(thread_name_prefix="delta") as pool:
+        start = 0
+        with open(delta, "rb", buffering=0) as packed, ThreadPoolExecutor(thread_name_prefix="delta") as pool:
+            files = _listed(packed.fileno(), delta.stat().st_size)
             for file in files:
                 if not _PLAIN.fullmatch(file.name):
                     raise ValueError(f"{file.name[:100]!r} is no name of a file")
                 with open(folder / file.name, "wb" if file.is_new else "ab") as resized:
                     resized.truncate(file.num_bytes)
-                ends = np.cumsum([start, *(block.num_packed for block in file.blocks)])
+                begins = list(itertools.accumulate((block.num_packed for block in file.blocks), initial=start))
                 with open(folder / file.name, "r+b", buffering=0) as changed:
-                    packed = [data[begin:end] for begin, end in itertools.pairwise(ends)]
-                    list(pool.map(partial(_change, changed.fileno(), file.num_bytes), file.blocks, packed))
-                start = int(ends[-1])
+                    change = partial(_change, changed.fileno(), file.num_bytes, packed.fileno())
+                    list(pool.map(change, file.blocks, begins[:-1]))
+                start = begins[-1]
         for path in folder.iterdir():
             if path.name not in {file.name for file in files}:
                 path.unlink()
@@ -215,12 +213,25 @@ def apply_delta(delta: Path, folder: Path) -> None:
         ) from error
 
 
-def _change(file: int, num_bytes: int, block: _Block, packed: memoryview) -> None:
+def _listed(delta: int, size: int) -> list[_File]:
+    end = size - 8
+    start = end - int.from_bytes(_read(delta, max(end, 0), size).tobytes(), "little")
+    if start < 0:
+        raise ValueError("it is shorter than its list of files")
+    return [
+        _File(name, num_bytes, is_new, [_Block(*block) for block in blocks])
+        for name, num_bytes, is_new, blocks in json.loads(_read(delta, start, end).tobytes())
+    ]
+
+
+def _change(file: int, num_bytes: int, delta: int, block: _Block, begin: int) -> None:
+    """Apply the packed block at `begin` of the file `delta`."""
     if not 0 <= block.begin < block.end <= num_bytes:
         raise ValueError("a block lies outside of its file")
     content = _read(file, block.begin, block.end)
-    apply(packed, _words(content, block.width))
-    os.pwrite(file, content.data, block.begin)
+    apply(_read(delta, begin, begin + block.num_packed).data, _words(content, block.width))
+    if os.pwrite(file, content.data, block.begin) != len(content):
+        raise OSError(errno.ENOSPC, "a block of weights was not written whole")
 
 
 def copy_files(source: Path, target: Path) -> None:
@@ -233,6 +244,20 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def _compared(
+    pool: ThreadPoolExecutor, old: int | None, new: int, layout: list[tuple[int, int, int]]
+) -> Iterator[tuple[tuple[int, int, int], bytes]]:
+    """Each piece of two open files with its difference, in their order."""
+    waiting: deque[tuple[tuple[int, int, int], Future[bytes]]] = deque()
+    for piece in _pieces(layout):
+        waiting.append((piece, pool.submit(_compare, old, new, piece)))
+        if len(waiting) == _AHEAD:
+            first, found = waiting.popleft()
+            yield first, found.result()
+    for piece, found in waiting:
+        yield piece, found.result()
 
 
 def _compare(old: int | None, new: int, piece: tuple[int, int, int]) -> bytes:

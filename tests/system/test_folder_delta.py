@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import zlib
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from areal.system import folder_delta
 from areal.system.folder_delta import BLOCK_BYTES, apply, apply_delta, copy_files, encode, write_delta
 from tests.expect import raises_code
 
@@ -168,3 +170,50 @@ def test_a_delta_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         with raises_code("weights.bad_delta"):
             apply_delta(tmp_path / "d", tmp_path / "made")
         shutil.rmtree(tmp_path / "made")
+
+
+def test_a_few_blocks_are_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 60 blocks that share no bytes. Compared ones that are not in the file yet are in memory."""
+    size, count = 2**14, 60
+    monkeypatch.setattr(folder_delta, "BLOCK_BYTES", size)
+    monkeypatch.setattr(folder_delta, "_AHEAD", 3)
+    draw = np.random.default_rng(1)
+    old, new, delta = tmp_path / "old", tmp_path / "new", tmp_path / "d"
+    for folder in (old, new):
+        folder.mkdir()
+        draw.integers(0, 256, size * count, np.uint8).tofile(folder / "model")
+    compare, waiting, read = folder_delta._compare, list[int](), list[int]()
+
+    def noted_compare(*args: object) -> bytes:
+        found = compare(*args)  # type: ignore[arg-type]
+        waiting.append(len(waiting) + 1 - delta.stat().st_size // (size + 1))
+        return found
+
+    monkeypatch.setattr(folder_delta, "_compare", noted_compare)
+    assert write_delta(old, new, ["model"], delta) > count * (size + 1)
+    assert len(waiting) == count
+    assert max(waiting) <= 3 + 1
+
+    preadv, read_bytes = os.preadv, Path.read_bytes
+
+    def noted_read(file: int, buffers: list[memoryview], begin: int) -> int:
+        read.append(preadv(file, buffers, begin))
+        return read[-1]
+
+    def noted_whole(path: Path) -> bytes:
+        read.append(path.stat().st_size)
+        return read_bytes(path)
+
+    monkeypatch.setattr(os, "preadv", noted_read)
+    monkeypatch.setattr(Path, "read_bytes", noted_whole)
+    apply_delta(delta, old)
+    assert (len(read), max(read)) == (2 + 2 * count, size + 1)
+    assert (old / "model").read_bytes() == (new / "model").read_bytes()
+
+
+def test_a_block_that_is_written_in_part_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = version(tmp_path / "old", 1), version(tmp_path / "new", 2, changes=0.1)
+    write_delta(old, new, names(new), tmp_path / "d")
+    monkeypatch.setattr(os, "pwrite", lambda file, data, begin: len(data) - 1)
+    with pytest.raises(OSError, match="not written whole"):
+        apply_delta(tmp_path / "d", old)
