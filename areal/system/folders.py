@@ -285,6 +285,8 @@ class _NotServed(_Cut):
     """The server does not have the folder: there is no second attempt with it."""
 
 
+DELTA = "delta_"
+"""Before the name of a version: the folder with its difference from the version before."""
 DELTA_FILE = "delta"
 """The only file of a folder that holds the difference between two others."""
 
@@ -331,9 +333,10 @@ class FolderPuller:
                         transfer.run(final)
                         if is_rebuilt and transfer.num_copied:
                             problem = f"the differences made other weights: {transfer.num_copied} bytes were copied"
+                        _remove_old(self._local.path, final)
                 if not is_held:
                     time.sleep(_POLL_S)  # another process of this machine pulls it
-            _remove_old(self._local.path, final)
+            os.utime(final)
         return Pulled(final, problem)
 
     def _name_in(self, url: str) -> re.Match[str]:
@@ -403,10 +406,13 @@ def unfinished(final: Path) -> Path:
 
 
 def _remove_old(root: Path, newest: Path) -> None:
-    os.utime(newest)
+    """Remove old versions, and what killed processes left. No other process may be pulling."""
     found = [path for path in root.iterdir() if path.is_dir() and path != newest]
-    for path in sorted(found, key=lambda path: path.stat().st_mtime)[: max(0, len(found) - (KEPT - 1))]:
-        shutil.rmtree(path, ignore_errors=True)
+    versions = [path for path in found if _NAME.fullmatch(path.name) and not path.name.startswith(DELTA)]
+    kept = sorted(versions, key=lambda path: path.stat().st_mtime)[-(KEPT - 1) :]
+    for path in found:
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 class _Transfer:

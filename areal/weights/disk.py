@@ -21,9 +21,10 @@ from areal.api.data import WeightUpdate
 from areal.api.engine import AdapterSource, Ranks, WeightChannel, WeightSource
 from areal.api.errors import WeightSyncError
 from areal.api.metrics import Metric, Metrics
+from areal.observe.log import get_logger
 from areal.system.durable import COMPLETE, finish_interrupted_writes, publish_folder, writing_folder
 from areal.system.folder_delta import write_delta
-from areal.system.folders import DELTA_FILE, FolderServer, LocalFolder
+from areal.system.folders import DELTA, DELTA_FILE, FolderServer, LocalFolder
 from areal.system.network import Host, required_token, store_prefix
 from areal.weights.control import FleetControl, send_once, succeeded
 from areal.weights.weight_files import MAX_FILE_BYTES, write_weights
@@ -31,8 +32,6 @@ from areal.weights.weight_files import MAX_FILE_BYTES, write_weights
 KEPT_VERSIONS = 2
 """The current version, which a restarted replica loads, and the one before, which a slow replica may still read."""
 _VERSION_FOLDER = re.compile(r"v(\d{6,})")
-_DELTA = "delta_"
-"""Before the name of a version: the folder with its difference from the version before."""
 _COPIED = ("config.json", "generation_config.json")
 
 
@@ -230,16 +229,23 @@ class DeltaChannel(HttpChannel):
     def _add_delta(self, old: Path, base: str, new: Path, full: int) -> int:
         """Offer the difference of two versions, if it is small; returns the bytes that a server receives."""
         assert self._server is not None, "only rank 0 writes versions"
-        final = new.with_name(f"{_DELTA}{new.name}")
+        final = new.with_name(f"{DELTA}{new.name}")
         writing = writing_folder(final)
-        writing.mkdir()
-        names = [path.name for path in new.iterdir() if path.name != COMPLETE]
-        size = write_delta(old, new, names, writing / DELTA_FILE)
-        publish_folder(writing, final, sum_up=False)
+        try:
+            writing.mkdir()
+            names = [path.name for path in new.iterdir() if path.name != COMPLETE]
+            size = write_delta(old, new, names, writing / DELTA_FILE)
+            publish_folder(writing, final, sum_up=False)
+            url = self._server.offer(final)
+        except (OSError, ValueError) as error:
+            shutil.rmtree(writing, ignore_errors=True)
+            text = "%s is sent whole, because its difference from the version before could not be written: %s"
+            get_logger(__name__).warning(text, new.name, error)
+            size, url = full, ""
         if size >= full:
             self._deltas = {}
             return full
-        self._deltas[base] = self._server.offer(final), size
+        self._deltas[base] = url, size
         while sum(size for _, size in self._deltas.values()) >= full:
             del self._deltas[next(iter(self._deltas))]
         return size
@@ -247,7 +253,7 @@ class DeltaChannel(HttpChannel):
     def _prune(self, current: int) -> None:
         super()._prune(current)
         used = {urlsplit(url).path[1:].rpartition("-")[0] for url, _ in self._deltas.values()}
-        for path in self._folder.glob(f"{_DELTA}v*"):
+        for path in self._folder.glob(f"{DELTA}v*"):
             if path.name not in used:
                 shutil.rmtree(path, ignore_errors=True)
 

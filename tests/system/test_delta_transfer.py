@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import pytest
 from areal.system import folders
 from areal.system.durable import is_complete
 from areal.system.folder_delta import write_delta
-from areal.system.folders import DELTA_FILE, FolderPuller, FolderServer, Pulled
+from areal.system.folders import DELTA_FILE, FolderPuller, FolderServer, Pulled, exclusive
 from areal.system.network import Host
 
 SIZE = 200_000
@@ -113,6 +114,30 @@ def test_versions_are_made_from_the_newest_one_that_is_here(
     assert max(sizes[1], sizes[3], sizes[4]) < 0.05 * SIZE
     left = {path.name.partition("-")[0] for path in pulled.path.parent.iterdir() if path.is_dir()}
     assert left == {"v000001", "v000003"}
+
+
+def test_what_another_process_pulls_stays(trainer: Trainer, puller: FolderPuller) -> None:
+    root = puller.pull(trainer.urls[0]).path.parent
+    puller.pull(trainer.urls[1])
+    others = [root / f".{trainer.name(3)}", root / trainer.deltas[2].rpartition("/")[2]]
+    for folder in others:
+        folder.mkdir()
+        os.utime(folder, (1, 1))
+    with exclusive(root / ".pulling") as is_held:
+        assert is_held
+        puller.pull(trainer.urls[1])
+    assert [folder.is_dir() for folder in others] == [True, True]
+
+
+def test_leftovers_of_killed_processes_are_removed_and_push_out_no_version(
+    trainer: Trainer, puller: FolderPuller
+) -> None:
+    root = puller.pull(trainer.urls[0]).path.parent
+    puller.pull(trainer.urls[1])
+    for name in (trainer.deltas[2].rpartition("/")[2], f".{trainer.name(3)}"):
+        (root / name).mkdir()
+    puller.pull(trainer.urls[2])
+    assert {path.name for path in root.iterdir() if path.is_dir()} == {trainer.name(1), trainer.name(2)}
 
 
 def flip(trainer: Trainer, local: Path) -> None:

@@ -191,6 +191,30 @@ def test_differences_as_large_as_the_weights_are_not_sent(setup: Setup, monkeypa
     assert setup.update(3) == ["delta_v000003"]
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("a file is shorter than it was")])
+def test_a_difference_that_cannot_be_written_is_replaced_by_whole_weights(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def write_a_part(old: Path, new: Path, names: list[str], target: Path) -> int:
+        target.write_bytes(b"part")
+        raise error
+
+    setup.update(1)
+    step(setup.engine.model)
+    setup.update(2)
+    step(setup.engine.model)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write_delta", write_a_part)
+        assert setup.update(3) == ["whole"]
+    assert f"v000003 is sent whole, because its difference from the version before could not be written: {error}" in [
+        record.getMessage() for record in caplog.records
+    ]
+    assert (setup.machines.updates[-1].deltas, values(setup.channel)["share_of_full"]) == ({}, 1.0)
+    assert {path.name for path in setup.channel._folder.iterdir()} == {"v000002", "v000003"}
+    step(setup.engine.model)
+    assert setup.update(4) == ["delta_v000004"]
+
+
 def test_a_long_chain_of_differences_loses_its_oldest(setup: Setup) -> None:
     """Each is about a tenth of the weights."""
     setup.update(1)
