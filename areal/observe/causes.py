@@ -5,7 +5,7 @@ from typing import Any
 
 REMEDIES = {
     "numerics": "give `actor` and the servers one dtype (native.head_dtype); rollout_correction bounds what remains",
-    "staleness": "lower rollout.max_head_offpolicyness, or shorten the longest answers",
+    "staleness": "set rollout.target_staleness, or lower rollout.max_head_offpolicyness",
     "sampling": "set gconfig.top_p=1 and no gconfig.top_k: the loss does not know the tokens that they leave out",
     "drift": "train on the tokens that the server returned (`areal test-workflow`); no weight_update: keep_cache",
 }
@@ -15,7 +15,7 @@ _MIN_NATS = 1e-3
 
 def causes_text(rows: Iterable[Mapping[str, Any]]) -> str:
     """Of the newest of some lines of metrics.jsonl that has the causes, as one line; empty without any."""
-    row = next((row for row in reversed(list(rows)) if "batch/log_ratio_abs/whole" in row), None)
+    row = next((row for row in reversed(list(rows)) if row.get("batch/log_ratio_abs/whole") is not None), None)
     if row is None:
         return ""
     sizes = {name: row.get(f"batch/log_ratio_abs/{name}") or 0.0 for name in REMEDIES}
