@@ -2,7 +2,7 @@
 
 The ratio of token y with its context is p_train(y) / p_sample(y). A server recorded log p_v(y) of its version v at the
 temperature of the request; it drew the token after top-k and top-p, from p_v(y) / Z. The same server says log s_k(y)
-for the version k that the trainer holds now, the trainer log t_k(y). Then
+for the version k that the trainer holds now, the trainer log t_k(y). Z is computed under version k, too. Then
 
     log t_k(y) - log p_v(y) + log Z = [log t_k(y) - log s_k(y)] + [log s_k(y) - log p_v(y)] + log Z
 
@@ -73,18 +73,19 @@ def ratio_parts(tokens: ScoredTokens, dtype: str) -> RatioParts:
     )
 
 
-def kept_mass(top: Sequence[float], scale: float, *, temperature: float, top_k: int, top_p: float) -> float:
-    """Probability, at `temperature`, of the tokens that top-k and then top-p leave at one place.
+def kept_mass(top: Sequence[float], scale: float, *, temperature: float, top_k: int | None, top_p: float) -> float:
+    """Probability, at `temperature`, of the tokens that top-k (None = no limit) and then top-p leave at one place.
 
     `top`: log-probabilities at temperature 1 of the likeliest tokens, in order. `scale`: log of the sum of all
-    probabilities to the power 1 / temperature, 0 at temperature 1. A `top_k` above their number
-    counts as no limit. If top-p needs more tokens than `top` has, the mass is top_p.
+    probabilities to the power 1 / temperature, 0 at temperature 1. A `top_k` above their number is taken as their
+    number. If top-p needs more tokens than they are, the mass is top_p.
     """
-    weights = [math.exp(value / temperature - scale) for value in top[: min(top_k, len(top))]]
-    limit = top_p * (sum(weights) if top_k <= len(top) else 1.0)
+    # The scale is of two engines, whose rounding a low temperature multiplies: no weight is above 1.
+    weights = [math.exp(min(value / temperature - scale, 0.0)) for value in top[:top_k]]
+    limit = top_p * (1.0 if top_k is None else sum(weights))
     mass = 0.0
     for weight in weights:
         mass += weight
         if mass >= limit:
-            return min(mass, 1.0)
-    return min(max(limit, mass), 1.0)
+            break
+    return min(max(mass, limit), 1.0)

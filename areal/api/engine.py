@@ -199,7 +199,8 @@ class InferenceFleet(InferenceEngine, Protocol):
     ) -> list[TokenScores] | None:
         """The scores of each row by one server that serves `version`, with the `top_k` likeliest tokens at each place.
 
-        None when no server has that version or its answer does not come within `limit_s` seconds.
+        A row that fills the context of the server has no score of its last token. None when no server has that version
+        or its answer does not come within `limit_s` seconds.
         """
         return None
 

@@ -674,6 +674,9 @@ class Fleet:
         slot = min(slots, key=attrgetter("num_running"), default=None)
         if slot is None or slot.replica is None:
             return None
+        # A server generates a token after the row, for which it needs room.
+        longest = self.limits.context_length - 1
+        rows = [dataclasses.replace(row, token_ids=row.token_ids[:longest]) for row in rows]
         try:
             async with asyncio.timeout(limit_s):
                 scores = await gather_or_cancel([slot.replica.score(row, min(top_k, self.vocab_size)) for row in rows])

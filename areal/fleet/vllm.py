@@ -554,7 +554,8 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
     servers = config.allocation.inference
     assert servers is not None, "a run that starts servers allocates them"
     given, model = VLLM.given(config), VLLM.model(config)
-    defaults: dict[str, Any] = {"uvicorn_log_level": "warning"}  # without a log line per health check
+    # No log line for each health check; as many likeliest tokens of a place as the trainer asks for (batch/log_ratio).
+    defaults: dict[str, Any] = {"uvicorn_log_level": "warning", "max_logprobs": 64}
     env = {
         "PYTHONPATH": str(SERVER_SIDE),
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight updates

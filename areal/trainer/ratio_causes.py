@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal.algorithm.aggregate import TokenStat, to_metrics
+from areal.algorithm.aggregate import TokenStat, to_metrics, trained_counts
 from areal.algorithm.ratio_causes import ScoredTokens, kept_mass, ratio_parts
 from areal.api.batch import IMAGE_INDEX, TokenOutputs, TrainBatch, required
 from areal.api.config import PPOConfig
@@ -18,11 +18,14 @@ from areal.api.data import TEMPERATURES, ScoredRow, TokenScores
 from areal.api.engine import Ranks
 from areal.api.metrics import Metrics
 from areal.data.pack import take
+from areal.fleet.replica import ALL_TOKENS
 from areal.trainer.minibatch import prefixed
 
 _ROWS = 4
-_TOP = 20
-"""Likeliest tokens of each place that a server returns, where top-k or top-p leave tokens out; vLLM's limit."""
+_TOKENS = 2048
+"""Tokens of a row that a server scores: vLLM holds the logits of all of them at once."""
+_TOP = 64
+"""Likeliest tokens of each place that a server returns, where top-k or top-p leave tokens out."""
 
 
 class RatioEngine(Protocol):
@@ -45,13 +48,14 @@ class RatioCauses:
         self._dtype = config.actor.dtype if config.served_dtype == config.actor.dtype else "bfloat16"
         self._gconfig = config.gconfig
         self._engine, self._ranks, self._control = engine, ranks, control
-        self._is_truncated = self._gconfig.top_p < 1 or self._gconfig.top_k <= _TOP
+        self._top_k = self._gconfig.top_k if self._gconfig.top_k < ALL_TOKENS else None
+        self._is_truncated = self._gconfig.top_p < 1 or self._top_k is not None
 
     def measure(self, batch: TrainBatch, step: int) -> Metrics:
         """Metrics of the batch before its update, while all servers hold version `step`; a collective."""
         if self._every is None or step % self._every:
             return {}
-        rows = take(batch, _chosen(batch))
+        rows = take(batch, chosen_rows(batch))
         trainer = required(self._engine.forward(rows).logprobs, "logprobs").float().cpu()
         at_one = rows.with_column(TEMPERATURES, torch.ones_like(rows.rollout_logprobs))
         trainer_raw = required(self._engine.forward(at_one).logprobs, "logprobs").float().cpu()
@@ -83,18 +87,20 @@ class RatioCauses:
         is_scored = torch.zeros_like(mask)
         bounds, ids = rows.cu_seqlens.tolist(), rows.input_ids.tolist()
         asked: list[ScoredRow] = []
-        places: list[slice] = []
+        begins: list[int] = []
         for begin, end in pairwise(bounds):
-            trained = mask[begin:end].nonzero()
+            end = min(end, begin + _TOKENS)
+            trained = mask[begin : end - 1].nonzero()
             if len(trained) and self._ranks.rank == 0:
                 # Position t has what is known of token t + 1.
                 first = int(trained[0, 0])
                 asked.append(ScoredRow(token_ids=ids[begin:end], first=first + 1))
-                places.append(slice(begin + first, end - 1))
+                begins.append(begin + first)
         top_k = _TOP if self._is_truncated else 0
         answers = self._control.score(asked, version=version, top_k=top_k) if asked else None
         temperatures = rows.columns.get(TEMPERATURES)
-        for place, scores in zip(places, answers or (), strict=False):
+        for begin, scores in zip(begins, answers or (), strict=False):
+            place = slice(begin, begin + len(scores.logprobs))
             scored[place] = torch.tensor(scores.logprobs)
             is_scored[place] = True
             heat = torch.full((len(scores.logprobs),), self._gconfig.temperature)
@@ -103,9 +109,9 @@ class RatioCauses:
                 heat = torch.where(given.isnan(), heat, given)
             # log p(y) at temperature h is log p(y) at 1, divided by h, minus the scale.
             scales = torch.where(heat == 1, 0.0, scored[place] / heat - trainer[place])
-            top_k, top_p = self._gconfig.top_k, self._gconfig.top_p
+            top_p = self._gconfig.top_p
             masses = [
-                kept_mass([value for _, value in top], scale, temperature=at, top_k=top_k, top_p=top_p)
+                kept_mass([value for _, value in top], scale, temperature=at, top_k=self._top_k, top_p=top_p)
                 for top, scale, at in zip(scores.top, scales.tolist(), heat.tolist(), strict=False)
             ]
             if masses:
@@ -113,9 +119,14 @@ class RatioCauses:
         return scored, mass, is_scored
 
 
-def _chosen(batch: TrainBatch) -> list[int]:
-    """Rows at equal distances over the batch, of those without images: servers score text only."""
+def chosen_rows(batch: TrainBatch) -> list[int]:
+    """Rows at equal distances over those that a server can score: without images, with a trained token early."""
+    place = torch.arange(batch.num_tokens) - batch.cu_seqlens.cpu()[batch.sequence_index.cpu()]
+    early = batch.loss_mask.cpu() & (batch.output_versions.cpu() >= 0) & (place < _TOKENS - 1)
+    can = trained_counts(early, batch.sequence_index.cpu(), batch.num_sequences) > 0
     images = batch.columns.get(IMAGE_INDEX)
-    rows = range(batch.num_sequences) if images is None else (images < 0).all(dim=1).nonzero()[:, 0].tolist()
+    if images is not None:
+        can &= (images.cpu() < 0).all(dim=1)
+    rows = can.nonzero()[:, 0].tolist()
     places = np.unique(np.linspace(0, len(rows) - 1, min(_ROWS, len(rows))).round().astype(int))
     return [rows[place] for place in places]

@@ -98,17 +98,22 @@ def test_the_rounding_of_a_server_between_decoding_and_prompt_is_numerics_and_no
 @pytest.mark.parametrize(
     ("top_k", "top_p", "mass"),
     [
-        (9, 1.0, 1.0),  # no limit among the four tokens that are known: all
+        (None, 1.0, 1.0),
         (2, 1.0, 0.7),  # 0.4 + 0.3
-        (9, 0.5, 0.7),  # 0.4 is below 0.5, therefore the second one is kept
-        (9, 0.4, 0.4),
+        (None, 0.5, 0.7),  # 0.4 is below 0.5, therefore the second one is kept
+        (None, 0.4, 0.4),
         (3, 0.5, 0.7),  # of 0.9, 0.45 are needed: 0.4 is below it
-        (9, 0.98, 0.98),  # more tokens than are known
+        (None, 0.98, 0.98),  # more tokens than are known
+        (9, 1.0, 0.95),  # taken as 4
     ],
 )
 def test_the_mass_of_the_kept_tokens_by_hand(top_k, top_p, mass):
     top = [math.log(share) for share in (0.4, 0.3, 0.2, 0.05)]
     assert kept_mass(top, 0.0, temperature=1.0, top_k=top_k, top_p=top_p) == pytest.approx(mass)
+
+
+def test_rounding_at_a_low_temperature_is_no_mass_above_1():
+    assert kept_mass([-0.1, -3.0], -900.0, temperature=0.05, top_k=1, top_p=1.0) == 1.0
 
 
 def test_the_mass_at_another_temperature_by_hand():

@@ -446,3 +446,14 @@ async def test_a_row_that_servers_refuse_has_no_scores(native: NativeKit) -> Non
     fleet = await native.fleet(1)
     row = ScoredRow(token_ids=[5, 4000], first=1)
     assert await fleet.score([row], version=0, top_k=0, limit_s=60.0) is None
+
+
+async def test_a_row_that_fills_the_context_has_no_score_of_its_last_token(native: NativeKit) -> None:
+    fleet = await native.fleet(1)
+    ids = [5 + number % 50 for number in range(1024)]
+    found = await fleet.score(
+        [ScoredRow(token_ids=ids, first=1020), ScoredRow(token_ids=ids[:9], first=4)],
+        version=0, top_k=0, limit_s=60.0,
+    )  # fmt: skip
+    assert found is not None
+    assert [len(scores.logprobs) for scores in found] == [3, 5]

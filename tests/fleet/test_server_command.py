@@ -94,6 +94,7 @@ def test_command_of_vllm():
     assert set(argv[5:]) == {
         "--dtype=float32",
         "--uvicorn-log-level=warning",
+        "--max-logprobs=64",
         "--tensor-parallel-size=4",
         "--enable-scale-out",
         "--worker-extension-cls=areal_vllm.extension.WorkerExtension",

@@ -49,6 +49,6 @@ async def test_more_tokens_than_vllm_was_started_for_are_refused_before_the_star
 ) -> None:
     monkeypatch.setenv(TEACHER_TOKEN, run_token())
     options = TeacherServersConfig(server_addrs=[server.address], backend="vllm")
-    problem = await asyncio.to_thread(teacher_problem, TeacherConfig(servers=[options], top_k=64, loss_coef=1.0))
+    problem = await asyncio.to_thread(teacher_problem, TeacherConfig(servers=[options], top_k=100, loss_coef=1.0))
+    assert "100" in problem
     assert "64" in problem
-    assert "20" in problem

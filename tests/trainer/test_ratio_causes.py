@@ -13,6 +13,7 @@ from areal.api.config import PPOConfig
 from areal.api.data import TEMPERATURES, TokenScores
 from areal.api.table import TokenTable
 from areal.data.pack import to_train_batch
+from areal.trainer import ratio_causes
 from areal.trainer.ratio_causes import RatioCauses
 from tests.fake_ranks import FakeRanks
 
@@ -98,7 +99,7 @@ def test_the_parts_of_a_row_by_hand():
 def test_the_likeliest_tokens_are_asked_for_where_the_sampler_leaves_tokens_out():
     control = Control(top=[[(5, np.log(0.6)), (6, np.log(0.3))]])
     found = measured(control, batch_of(), top_p=0.8)
-    assert control.asked[0][1] == 20
+    assert control.asked[0][1] == 64
     assert found["sampling"].value == pytest.approx(np.log(0.9))
 
 
@@ -129,3 +130,24 @@ def test_rows_with_images_are_left_out():
     control = Control()
     measured(control, batch.with_column(IMAGE_INDEX, images))
     assert [ids[0] for ids, _ in control.asked[0][2]] == [14]
+
+
+def test_long_rows_are_cut_and_rows_that_are_trained_late_are_left_out(monkeypatch):
+    monkeypatch.setattr(ratio_causes, "_TOKENS", 3)
+    control = Control()
+    found = measured(control, batch_of())
+    assert control.asked == [(3, 0, [([10, 11, 12], 2)])]
+    assert {metric.count for metric in found.values()} == {1}
+    monkeypatch.setattr(ratio_causes, "_TOKENS", 2)
+    assert ratio_causes.chosen_rows(batch_of()) == []
+
+
+def test_a_row_whose_last_token_a_server_did_not_score(monkeypatch):
+    control = Control()
+    score = control.score
+
+    def shorter(rows, *, version, top_k):
+        return [TokenScores(scores.logprobs[:-1], []) for scores in score(rows, version=version, top_k=top_k)]
+
+    monkeypatch.setattr(control, "score", shorter)
+    assert {metric.count for metric in measured(control, batch_of()).values()} == {1}
