@@ -28,6 +28,7 @@ from areal.api.config.load import load_experiment
 from areal.api.errors import InputError, LedgerError
 from areal.api.metrics import evaluations_of, result_text, unscored_text
 from areal.cli.compare import Curve, sparkline
+from areal.cli.predicted import Figure, against_plan, figure_text, read_plan
 from areal.cli.show import safe
 from areal.launcher.preflight import has_launcher
 from areal.launcher.result import episodes_of, recorded_alarms, recorded_restarts
@@ -116,6 +117,7 @@ class RunView:
     evaluations: Sequence[EvaluationResult]  # The newest result of each.
     unscored: Sequence[str]  # The newest results of evaluations with answers without a reward.
     staleness: Mapping[str, float]  # Staleness in versions -> share of the generated tokens of the newest steps.
+    planned: Sequence[Figure]  # Figures of a plan beside those of the newest steps.
     causes: str  # What makes policy and servers differ, in a sentence; empty when it was not measured.
     setpoint: Mapping[str, float]  # Target, value, error and lead, mean of the newest steps; empty = no set-point.
     seconds_by_phase: Mapping[str, float]  # Mean of the newest steps, the longest first.
@@ -217,6 +219,7 @@ class Watched:
             ["--config", str(self._paths.config)], allow_unknown_top_level=True
         )
         self._metrics = _Metrics(GrowingRows(self._paths.metrics))
+        self._plan = read_plan(self._paths.predicted)
         self._source: StatusSource | None = None
         self._token = ""
         self._last_status: dict[str, Any] | None = None
@@ -254,6 +257,7 @@ class Watched:
             unscored=[f"{one.name}/reward: {one.text}" for one in self._metrics.results.values() if one.unscored],
             staleness=_staleness(rows),
             causes=causes_text(rows),
+            planned=against_plan(self._plan, rows[-WINDOW:]),
             setpoint=_setpoint(rows),
             seconds_by_phase=phases_of(rows),
             waits=waits_of(rows),
@@ -631,6 +635,9 @@ def _times(found: RunView) -> RenderableType:
     parts: list[RenderableType] = [_shares(phases)] if phases else [Text("no train step yet", style="bright_black")]
     if waits:
         parts += [Text(f"\nwho waits for whom, last {WINDOW} steps", style="bold"), _shares(waits)]
+    if found.planned:
+        parts.append(Text(f"\nthe plan, and the last {WINDOW} steps", style="bold"))
+        parts += [Text(figure_text(one)) for one in found.planned]
     return Group(*parts)
 
 

@@ -49,6 +49,8 @@ class RunPaths:
     config = _Below("config.yaml")
     """The resolved configuration that every process of the run reads."""
     plan = _Below("plan.json")
+    predicted = _Below("predicted.json")
+    """What `areal plan --json` printed for this run, where the user put it."""
     summary = _Below("summary.json")
     """How the run ended; written once by the launcher."""
     lock = _Below("launcher.lock")

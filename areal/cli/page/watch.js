@@ -41,6 +41,8 @@ function takeFacts({ view, charts }) {
   showProblems(view);
   rowsInto("evaluations", ["evaluation", "#after step", "newest reward"],
     view.evaluations.map((one) => [one.name.replace("eval/", ""), one.step, element("span", one.unscored && "warn", one.unscored ? one.text : `${one.text}, no answer without a reward`)]));
+  rowsInto("plan", ["figure", "#planned", "#from", "#to", "#measured"],
+    view.planned.map((one) => [one.name, number(one.planned), number(Math.max(one.low, 0)), number(one.high), number(one.measured)]));
   showEpisodes(view.episodes, view.causes);
   showProcesses(view);
   board.show(charts);
