@@ -113,6 +113,17 @@ ALARM_RULES: tuple[AlarmRule, ...] = (
         look_at="eval/MODE/missing and the warnings in logs/controller.log; evaluator.missing_reward",
     ),
     AlarmRule(
+        code="alarm.failed_deltas",
+        value="`rollout/failed_deltas`: weight updates of a server whose differences made other weights than the "
+        "trainer's, or could not be applied",
+        side="above",
+        limit=0,
+        steps=1,
+        meaning="servers copied whole weights, because differences of weights failed on them; their weights are right",
+        causes="a damaged disk or a full one on the machine of a server; other programs that change files below TMPDIR",
+        look_at="the warnings in logs/controller.log, which name the server; the disk of its machine",
+    ),
+    AlarmRule(
         code="alarm.failed_episodes",
         value="share of failed episodes, of the last 20 batches of episodes, from the third failure on",
         side="above",

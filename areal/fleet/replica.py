@@ -100,6 +100,10 @@ class Replica(Protocol):
 
     takes_groups: bool
     """Whether `generate` takes several requests."""
+    pulled_bytes: int = 0
+    """Bytes of http updates that the server has received over this connection."""
+    failed_deltas: int = 0
+    """Updates of them with bytes of whole weights, because differences could not be applied or made other weights."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Chunks:
         """The answers to requests with equal settings, as their tokens arrive; each ends with a finish reason.

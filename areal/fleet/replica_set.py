@@ -281,6 +281,8 @@ class Slot:
         self.num_failures = 0
         self.num_invalid = 0
         """Answers with numbers that no trainer can use."""
+        self.pulled_bytes = self.failed_deltas = 0
+        """As in `Replica`, over earlier connections."""
         self.wake = asyncio.Event()
         """Set to run the next health check at once."""
         self.changes = 0
@@ -309,6 +311,8 @@ class Slot:
             "running": self.num_running,
             "failures": self.num_failures,
             "invalid_answers": self.num_invalid,
+            "pulled_bytes": self.pulled_bytes + (self.replica.pulled_bytes if self.replica else 0),
+            "failed_deltas": self.failed_deltas + (self.replica.failed_deltas if self.replica else 0),
             "load": None if self.load is None else dataclasses.asdict(self.load),
         }
 
@@ -517,6 +521,9 @@ class ReplicaSet:
             match action:
                 case Action.DISCONNECT:
                     dropped, slot.replica = slot.replica, None
+                    if dropped is not None:
+                        slot.pulled_bytes += dropped.pulled_bytes
+                        slot.failed_deltas += dropped.failed_deltas
                     slot.load = None
                     slot.registration = None  # a server that still runs under this name gets a new connection
                 case Action.FORGET_PREFIXES:

@@ -305,9 +305,13 @@ class HttpReplica(Replica):
         """The native server, or the host of a foreign one, copies the folder."""
         body = {"url": update.path, "mirrors": update.mirrors, "deltas": update.deltas}
         answer = await self._client.post("/pull_weights", body)
-        path, problem = self._client.parsed(answer, lambda found: (str(found["path"]), str(found["problem"])))
+        path, problem, num_bytes = self._client.parsed(
+            answer, lambda found: (str(found["path"]), str(found["problem"]), int(found["num_bytes"]))
+        )
         self._pulled = (update.path, path)
+        self.pulled_bytes += num_bytes
         if problem:
+            self.failed_deltas += 1
             text = "%s copied all weights of version %d, because their difference could not be applied: %s"
             log.warning(text, self.name, update.version, problem)
 

@@ -46,7 +46,7 @@ from areal.fleet.replica import AnswerForm, ReplicaFactory, ReplicaInfo, Replica
 from areal.fleet.server_backend import backend_named, replica_factory
 from areal.observe.log import HttpLogger, configure_logging, get_logger
 from areal.system.discovery import NameRegistry, announce_server, registry_of
-from areal.system.folders import PULLED_WEIGHTS, FolderPuller, folder_routes
+from areal.system.folders import PULLED_WEIGHTS, FolderPuller, Pulled, folder_routes
 from areal.system.group_guard import start_guard
 from areal.system.heartbeat import beating_loop, launched_heartbeat
 from areal.system.http_guard import RequestGuard, guarded, read_body
@@ -312,11 +312,11 @@ def _error(status: int, message: str, code: str) -> web.Response:
 def _pulls(puller: FolderPuller, session: aiohttp.ClientSession, token: str, parts: Callable[[], list[str]]) -> Handler:
     headers = {"Authorization": f"Bearer {token}"}
 
-    async def pull_by(part: str, body: dict[str, Any]) -> str:
+    async def pull_by(part: str, body: dict[str, Any]) -> Pulled:
         async with session.post(f"{part}/pull_weights", json=body, headers=headers) as answer:
             found = await answer.json()
             if answer.status == 200:
-                return str(found["path"])
+                return Pulled(Path(found["path"]), str(found["problem"]), int(found["num_bytes"]))
             kind = RequestError if answer.status == 400 else WeightSyncError
             raise kind(found["error"]["message"], code=found["error"]["code"])
 
@@ -330,9 +330,10 @@ def _pulls(puller: FolderPuller, session: aiohttp.ClientSession, token: str, par
             }
             others = await asyncio.to_thread(parts)
             own = asyncio.wrap_future(in_daemon_thread(lambda: puller.pull(**body), "pull weights"))
-            pulled, *elsewhere = await asyncio.gather(own, *(pull_by(part, body) for part in others))
-            if different := set(elsewhere) - {str(pulled.path)}:
-                both = f"{pulled.path} and {', '.join(different)}"
+            found = await asyncio.gather(own, *(pull_by(part, body) for part in others))
+            path, *different = dict.fromkeys(str(pulled.path) for pulled in found)
+            if different:
+                both = f"{path} and {', '.join(different)}"
                 text = f"the parts of this server keep weights in {both}: set one TMPDIR"
                 raise WeightSyncError(text, code="weights.pull_failed")
         except aiohttp.ClientError as error:
@@ -341,7 +342,9 @@ def _pulls(puller: FolderPuller, session: aiohttp.ClientSession, token: str, par
             return _error(400 if isinstance(error, RequestError) else 500, str(error), error.code)
         except (ValueError, KeyError, TypeError, AttributeError):
             return _error(400, "the body is not an object with a field url", "weights.invalid_request")
-        return web.json_response({"path": str(pulled.path), "problem": pulled.problem})
+        problem = next((pulled.problem for pulled in found if pulled.problem), "")
+        num_bytes = sum(pulled.num_bytes for pulled in found)
+        return web.json_response({"path": path, "problem": problem, "num_bytes": num_bytes})
 
     return pull
 

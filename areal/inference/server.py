@@ -120,7 +120,7 @@ class WeightRoutes:
         body = await read_json(request, PullBody)
         pull = partial(self._puller.pull, body.url, body.mirrors, body.deltas)
         pulled = await asyncio.wrap_future(in_daemon_thread(pull, "pull weights"))
-        return json_response({"path": str(pulled.path), "problem": pulled.problem})
+        return json_response({"path": str(pulled.path), "problem": pulled.problem, "num_bytes": pulled.num_bytes})
 
     async def _update_from_disk(self, request: web.Request) -> web.StreamResponse:
         body = await read_json(request, FolderBody)

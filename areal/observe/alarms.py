@@ -233,6 +233,7 @@ MEASURES: dict[str, Measure] = {
     "effective_sample_size": latest("batch/mismatch/ess_token"),
     "entropy_collapse": entropy,
     "evaluation_missing": unscored_share,
+    "failed_deltas": latest("rollout/failed_deltas"),
     "fresh_logprob_gap": fresh_logprob_gap,
     "grad_norm": latest("actor/grad_norm", "grad_norm"),
     "logprob_gap": latest("batch/prox_rollout_gap_abs"),

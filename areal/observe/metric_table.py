@@ -56,6 +56,8 @@ rollout/selection/source_shift: share: Half the sum of the differences of the sh
 rollout/produced_tokens: tokens: Tokens that all servers generated, for training and evaluation.
 rollout/generated_tokens_per_s: tokens/s: Tokens that all servers generated, for training and evaluation.
 rollout/replica_tokens_per_s/REPLICA: tokens/s: Mean speed of one answer of a replica.
+rollout/pulled_bytes: bytes: Of weights, that all servers received over HTTP (weight_update_mode http and delta).
+rollout/failed_deltas: updates: Updates of a server that copied whole weights because of a wrong or lost difference.
 
 # The train batch, as the rollout controller made it
 rollout/num_trajectories: sequences: Trajectories.

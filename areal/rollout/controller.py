@@ -238,7 +238,8 @@ class Controller:
         self.weights = FleetWeights(fleet, ledger, on_change=self._on_weight_update)
         self._is_attached = self._has_met_trainer = False
         self._restoring: asyncio.Task[None] | None = None
-        self._producer = ProducerStats(Selection(WINDOW_BATCHES * config.train_dataset.batch_size))
+        selection = Selection(WINDOW_BATCHES * config.train_dataset.batch_size)
+        self._producer = ProducerStats(selection, lambda: self._sums("pulled_bytes", "failed_deltas"))
         alarms = EpisodeAlarms(
             config.alarms.chosen(),
             alarms_path,
@@ -287,6 +288,11 @@ class Controller:
     def _invalid_answers(self) -> dict[str, int]:
         replicas: list[dict[str, Any]] = self._fleet.status().get("replicas", [])
         return {replica["name"]: replica.get("invalid_answers", 0) for replica in replicas}
+
+    def _sums(self, *names: str) -> dict[str, float]:
+        """Counts of the servers since this process started, over all servers."""
+        replicas: list[dict[str, Any]] = self._fleet.status().get("replicas", [])
+        return {name: float(sum(replica.get(name, 0) for replica in replicas)) for name in names}
 
     async def start(self) -> None:
         """Start writing the ledger and wait for the fleet. Episodes start once a trainer is attached."""

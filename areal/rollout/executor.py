@@ -148,9 +148,11 @@ RATE_WINDOW_S = 10.0
 class ProducerStats:
     """The executor and the evaluations write it; batches and the status read it."""
 
-    def __init__(self, selection: Selection) -> None:
-        """`selection`: of the newest episodes, which the executor fills."""
+    def __init__(self, selection: Selection, pulls: Callable[[], Mapping[str, float]]) -> None:
+        """`selection`: of the newest episodes, which the executor fills. `pulls`: counts about the servers' copies of
+        weights so far."""
         self.selection = selection
+        self._pulls, self._last_pulls = pulls, Counter[str]()
         self.generated_tokens = 0
         """Tokens generated since this process started, for training and evaluation."""
         self.num_accepted = self.num_rejected = self.num_failed = self.num_agent_errors = 0
@@ -206,6 +208,9 @@ class ProducerStats:
         for name, seconds in self._replica_seconds.items():
             if seconds > 0:
                 stats[f"replica_tokens_per_s/{name}"] = self._replica_tokens[name] / seconds
+        if any((pulls := self._pulls()).values()):
+            stats |= {name: value - self._last_pulls[name] for name, value in pulls.items()}
+            self._last_pulls = Counter(pulls)
         self._replica_tokens.clear()
         self._replica_seconds.clear()
         self.num_accepted = self.num_rejected = self.num_failed = self.num_agent_errors = 0

@@ -296,6 +296,8 @@ class Pulled:
     path: Path
     problem: str
     """Why bytes of the folder were copied although there were differences from a folder that is here; else empty."""
+    num_bytes: int = 0
+    """Received by this process, differences included."""
 
 
 class FolderPuller:
@@ -320,6 +322,7 @@ class FolderPuller:
         transfer does not succeed.
         """
         match, problem = self._name_in(url), ""
+        transfers: list[_Transfer] = []
         usable = [mirror for mirror in mirrors if self._is_copy(mirror, match[0])]
         with self._lock:
             if self._local is None:
@@ -328,8 +331,9 @@ class FolderPuller:
             while not is_complete(final):
                 with exclusive(self._local.path / ".pulling") as is_held:
                     if is_held and not is_complete(final):
-                        is_rebuilt, problem = self._rebuild(self._local.path, unfinished(final), deltas or {})
-                        transfer = _Transfer([*usable, url], match, self._token)
+                        folder = unfinished(final)
+                        is_rebuilt, problem = self._rebuild(self._local.path, folder, deltas or {}, transfers)
+                        transfers.append(transfer := _Transfer([*usable, url], match, self._token))
                         transfer.run(final)
                         if is_rebuilt and transfer.num_copied:
                             problem = f"the differences made other weights: {transfer.num_copied} bytes were copied"
@@ -337,7 +341,7 @@ class FolderPuller:
                 if not is_held:
                     time.sleep(_POLL_S)  # another process of this machine pulls it
             os.utime(final)
-        return Pulled(final, problem)
+        return Pulled(final, problem, sum(each.num_copied for each in transfers))
 
     def _name_in(self, url: str) -> re.Match[str]:
         """The name of a folder and its checksum. RequestError unless it is on the machine of a trainer."""
@@ -347,9 +351,11 @@ class FolderPuller:
             raise RequestError(message, code="weights.unknown_trainer")
         return match
 
-    def _rebuild(self, root: Path, folder: Path, deltas: Mapping[str, str]) -> tuple[bool, str]:
-        """Fill `folder` from an earlier one and the differences since then. Whether it is filled, and otherwise why
-        not, if an earlier one is here."""
+    def _rebuild(
+        self, root: Path, folder: Path, deltas: Mapping[str, str], transfers: "list[_Transfer]"
+    ) -> tuple[bool, str]:
+        """Fill `folder` from an earlier one and the differences since then, whose transfers are appended. Whether it is
+        filled, and otherwise why not, if an earlier one is here."""
         here = [base for base in deltas if _NAME.fullmatch(base) and is_complete(root / base)]
         if not here:
             return False, ""
@@ -359,7 +365,8 @@ class FolderPuller:
             for url in map(deltas.__getitem__, names):
                 match = self._name_in(url)
                 fetched.append(root / match[0])
-                _Transfer([url], match, self._token, max_failures=_MIRROR_FAILURES).run(fetched[-1])
+                transfers.append(_Transfer([url], match, self._token, max_failures=_MIRROR_FAILURES))
+                transfers[-1].run(fetched[-1])
             try:
                 copy_files(root / here[-1], folder)
                 for path in fetched:

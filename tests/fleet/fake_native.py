@@ -31,6 +31,8 @@ class FakeNative(FakeServer):
         self.reports_install = asyncio.Event()
         """Until it is set, the server does not answer that it has installed weights."""
         self.reports_install.set()
+        self.pulled: dict[str, Any] = {}
+        """The answer to a request to copy weights."""
 
     @staticmethod
     def client(name: str, address: str, form: AnswerForm | None = None) -> Replica:
@@ -46,6 +48,7 @@ class FakeNative(FakeServer):
         for path in (
             "pause_generation",
             "continue_generation",
+            "pull_weights",
             "update_weights_from_disk",
             "init_weights_update_group",
             "update_weights_from_distributed",
@@ -88,6 +91,8 @@ class FakeNative(FakeServer):
                 self.pause(body["mode"])
             case "continue_generation":
                 self.resume()
+            case "pull_weights":
+                return web.json_response(self.pulled)
             case "update_weights_from_disk":
                 await self.load(body["model_path"])
                 self.received = body["update_id"]

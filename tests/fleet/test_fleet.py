@@ -131,6 +131,21 @@ async def test_an_answer_with_a_version_that_was_not_published_is_generated_else
     assert invalid == {"server-0": 1, "server-1": 0}
 
 
+async def test_what_servers_copy_over_http_is_counted_over_all_connections(native_kit: FleetKit) -> None:
+    kit = native_kit
+    server, other = await kit.server(0), await kit.server(1)
+    fleet = await kit.fleet(2)
+    for version in (1, 2):
+        folder = kit.disk(version).path
+        server.pulled = {"path": folder, "problem": "other weights" if version == 2 else "", "num_bytes": 70 * version}
+        other.pulled = {"path": folder, "problem": "", "num_bytes": 0}
+        await fleet.update_weights(WeightUpdate(version=version, kind="http", path=f"http://127.0.0.1:1/v{version}"))
+    await server.die()
+    await until(lambda: fleet.status()["replicas"][0]["state"] == "absent")
+    found = [(replica["pulled_bytes"], replica["failed_deltas"]) for replica in fleet.status()["replicas"]]
+    assert found == [(210, 1), (0, 0)]
+
+
 async def test_answers_that_are_always_invalid_fail_with_a_code_of_their_own(kit: FleetKit) -> None:
     wrong = await kit.server(0)
     fleet = await kit.fleet(1, request_retries=1)

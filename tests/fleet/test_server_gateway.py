@@ -170,13 +170,14 @@ async def test_the_gateways_of_all_parts_pull_the_weights(tmp_path, monkeypatch)
         answers.append((400, {"error": {"message": "gone", "code": "weights.not_served"}}))
         status, answer = await pull()
         assert (status, answer["error"]["code"]) == (400, "weights.not_served")
-        answers.append((200, {"path": "/elsewhere"}))
+        answers.append((200, {"path": "/elsewhere", "problem": "", "num_bytes": 7}))
         status, answer = await pull()
         assert (status, answer["error"]["code"]) == (500, "weights.pull_failed")
         assert "TMPDIR" in answer["error"]["message"]
         (copy,) = tmp_path.glob("areal-*/*/v000001-*")
-        answers.append((200, {"path": str(copy)}))
-        assert await pull() == (200, {"path": str(copy), "problem": ""})
+        found = {"path": str(copy), "problem": "other weights", "num_bytes": 7}
+        answers.append((200, found))
+        assert await pull() == (200, found), "the first part has the copy already"
         async with session.get(f"{address}/pulled_weights/{copy.name}/0") as answer:
             assert (answer.status, await answer.read()) == (200, b"weights")
         assert asked == [("/pull_weights", {"url": url, "mirrors": [], "deltas": {}}, f"Bearer {TOKEN}")] * 4

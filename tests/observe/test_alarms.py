@@ -26,6 +26,7 @@ def first_alarm(name, rows, **changes):
 
 SIMPLE = {
     "effective_sample_size": ("batch/mismatch/ess_token", 0.05, 0.049, 3),
+    "failed_deltas": ("rollout/failed_deltas", 0.0, 1.0, 1),
     "grad_norm": ("actor/grad_norm", 100.0, 100.1, 3),
     "logprob_gap": ("batch/prox_rollout_gap_abs", 1.0, 1.01, 2),
     "logprob_k3": ("batch/mismatch/k3", 1.0, 1.01, 2),

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from areal.rollout.executor import ProducerStats
 from areal.rollout.selection import TRAINED, Outcome, Selection, selection_text
 
 NAN = math.nan
@@ -65,3 +66,19 @@ def test_episodes_without_an_answer_have_no_length():
     stats = selection(Outcome(TRAINED, 0, 0, 1.0, ""), Outcome("failed", 0, 0, NAN, "")).stats()
     assert "selection/length_ratio" not in stats
     assert "as long" not in selection_text(stats)
+
+
+def test_what_servers_copied_is_counted_since_the_last_batch():
+    counts = {"pulled_bytes": 0.0, "failed_deltas": 0.0}
+    producer = ProducerStats(Selection(1), lambda: dict(counts))
+
+    def found() -> list[float | None]:
+        stats = producer.since_last_batch(0.0, [])
+        return [stats.get(name) for name in counts]
+
+    assert found() == [None, None]
+    counts.update(pulled_bytes=70.0)
+    assert found() == [70, 0]
+    counts.update(pulled_bytes=90.0, failed_deltas=2.0)
+    assert found() == [20, 2]
+    assert found() == [0, 0]

@@ -112,6 +112,8 @@ def test_versions_are_made_from_the_newest_one_that_is_here(
     sizes = [size for _, size in copied]
     assert (sizes[0], sizes[2], sizes[5]) == (SIZE, 0, 0)
     assert max(sizes[1], sizes[3], sizes[4]) < 0.05 * SIZE
+    assert pulled.num_bytes == sizes[3] + sizes[4]
+    assert puller.pull(trainer.urls[3]).num_bytes == 0
     left = {path.name.partition("-")[0] for path in pulled.path.parent.iterdir() if path.is_dir()}
     assert left == {"v000001", "v000003"}
 
@@ -181,6 +183,7 @@ def test_a_difference_that_makes_other_weights_or_none_is_replaced_by_a_copy(
     pulled = puller.pull(trainer.urls[1], (), trainer.chain(0, 1))
     assert is_version(pulled, trainer, 1)
     assert words in pulled.problem
+    assert pulled.num_bytes >= SIZE
     pulled = puller.pull(trainer.urls[2], (), {trainer.name(1): trainer.deltas[1]})
     assert (pulled.problem, is_version(pulled, trainer, 2)) == ("", True)
 
