@@ -12,7 +12,9 @@ from areal.cli.main import run_command
 from tests.cli.chromium import PROGRAM, open_tab
 from tests.cli.run_files import row, write_run
 from tests.cli.test_page_server import HOSTILE, KEY, hostile_ledger, served
+from tests.cli.test_predicted import NAMES
 from tests.ledger.forge import Forge
+from tests.serve.test_service import Trainer, model_of, opened
 
 pytestmark = [pytest.mark.web, pytest.mark.skipif(PROGRAM is None, reason="no chromium: apt-get install chromium")]
 NUM_STEPS = 5000
@@ -89,6 +91,27 @@ async def test_new_steps_appear_without_a_reload(run, tmp_path):
         with open(run.metrics, "a") as file:
             file.write(json.dumps(row(5)) + "\n")
         assert await tab.until("document.getElementById('facts').textContent.includes('step 5 of 10')")
+        assert tab.errors == []
+
+
+async def test_the_tenants_of_a_service_the_causes_and_a_plan_are_tables(run, tmp_path):
+    async with opened(run.root / "serve") as service:
+        model = await model_of(service)
+        await Trainer(service).all()
+        await service.accept(model, 2, "step", {"settings": {}})
+    run.predicted.write_text(json.dumps({"figures": {name: {"mean": 2.0, "low": 1.0, "high": 3.0} for name in NAMES}}))
+    causes = {"batch/log_ratio_abs/whole": 0.25, "batch/log_ratio_abs/drift": 0.2}
+    with open(run.metrics, "a") as file:
+        file.write(json.dumps(row(5) | causes) + "\n")
+    async with served(run.root) as address, open_tab(tmp_path / "profile") as tab:
+        await tab.open(f"{address}/?key={KEY}")
+        await tab.until(DRAWN)
+        tenants = await tab.value("document.querySelector('#tenants tr:nth-child(2)').innerText")
+        assert tenants.split() == ["me", model, "4", "0", "1", "0", "1", "request", "1"]
+        plan = await tab.value("document.querySelector('#plan tr:nth-child(2)').innerText")
+        assert plan.split("\t")[:4] == ["seconds per step", "2", "1", "3"]
+        assert "most of it drift (0.2)" in await tab.value("document.getElementById('causes').textContent")
+        await pictures(tab, "tenants")
         assert tab.errors == []
 
 

@@ -41,6 +41,7 @@ function takeFacts({ view, charts }) {
   showProblems(view);
   rowsInto("evaluations", ["evaluation", "#after step", "newest reward"],
     view.evaluations.map((one) => [one.name.replace("eval/", ""), one.step, element("span", one.unscored && "warn", one.unscored ? one.text : `${one.text}, no answer without a reward`)]));
+  if (view.service) showTenants(view.service);
   rowsInto("plan", ["figure", "#planned", "#from", "#to", "#measured"],
     view.planned.map((one) => [one.name, number(one.planned), number(Math.max(one.low, 0)), number(one.high), number(one.measured)]));
   showEpisodes(view.episodes, view.causes);
@@ -56,6 +57,13 @@ function showProblems(view) {
   }
   find("problems").hidden = !lines.length;
   find("problem-list").replaceChildren(...lines.map(([kind, text]) => element("li", kind, text)));
+}
+
+function showTenants(service) {
+  rowsInto("tenants", ["user", "model", "#rank", "#steps", "#answered", "#failed", "#waiting", "waits for"],
+    service.models.map((one) => [one.user, one.model, one.rank, one.steps ?? "?", one.answered, one.failed, one.waiting, one.missing === null ? "" : `request ${one.missing}`]));
+  find("tenants").hidden = false;
+  find("tenant-counts").replaceChildren(fact("sessions", service.sessions), fact("samplers", service.samplers), fact("saved weights", service.saved_weights));
 }
 
 function showEpisodes(episodes, causes) {
