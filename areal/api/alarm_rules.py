@@ -115,12 +115,12 @@ ALARM_RULES: tuple[AlarmRule, ...] = (
     AlarmRule(
         code="alarm.failed_deltas",
         value="`rollout/failed_deltas`: weight updates of a server whose differences made other weights than the "
-        "trainer's, or could not be applied",
+        "trainer's, or could not be copied or applied",
         side="above",
         limit=0,
         steps=1,
         meaning="servers copied whole weights, because differences of weights failed on them; their weights are right",
-        causes="a damaged disk or a full one on the machine of a server; other programs that change files below TMPDIR",
+        causes="a damaged or full disk of a server; programs that change files below TMPDIR; a trainer that restarted",
         look_at="the warnings in logs/controller.log, which name the server; the disk of its machine",
     ),
     AlarmRule(

@@ -296,7 +296,7 @@ class Pulled:
     path: Path
     problem: str
     """Why bytes of the folder were copied although there were differences from a folder that is here; else empty."""
-    num_bytes: int = 0
+    num_bytes: int
     """Received by this process, differences included."""
 
 
