@@ -47,6 +47,10 @@ class RolloutWorkflow(ABC):
         for row in rows[:1]:
             self.check_row(row)
 
+    def needs_adapters(self, rows: Sequence[dict[str, Any]]) -> bool:
+        """Whether episodes on a dataset ask for older policies, which servers hold only if they get adapters alone."""
+        return False
+
     def notice(self) -> str:
         """A line that is printed before a run starts; empty: none."""
         return ""

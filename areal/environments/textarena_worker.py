@@ -20,9 +20,6 @@ class Adapter:
     The config of a row replaces them."""
 
     def __init__(self, env, args):
-        opponent = args.get("opponent") or ""
-        if not isinstance(opponent, str) and not (list(opponent) == ["steps"] and opponent["steps"] >= 1):
-            raise ValueError(f"opponent={opponent}: write FILE:FUNCTION, or {{steps: N}} with N of at least 1")
         self._arena = importlib.import_module("textarena")
         self.env, self.args = env, args
 

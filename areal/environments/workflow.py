@@ -112,6 +112,8 @@ class EnvironmentWorkflow(SessionWorkflow):
         except EnvironmentFailed as error:
             status = "died" if error.code == "env.server_died" else "error"
             failed = AgentOutcome(status="timeout" if error.code == "env.timeout" else status, message=str(error))
+        if not any(self._is_trained(number, row) for number in range(len(seats))):
+            seats.append(new_seat(len(seats)))  # of the other player of two, which is trained: it gets the failure
         return [failed] * len(seats)
 
     async def _episode(

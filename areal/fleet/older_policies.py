@@ -30,7 +30,8 @@ class OlderPolicies:
             if update is None or update.kind != "adapter":
                 text = "an older version of the policy is held as an adapter, and the servers do not get adapters alone"
                 raise RequestError(f"{text}: set actor.lora and adapter_update_mode=adapter", code="fleet.no_adapters")
-            folder = parent / f"policy-v{update.version:06d}"
+            # A version that is made again after a recovery has other weights, and the name of its folder another end.
+            folder = parent / f"policy-v{update.version:06d}-{Path(update.path).name.rpartition('-')[2]}"
             if not folder.exists():
                 writing = writing_folder(folder)
                 await asyncio.to_thread(shutil.copytree, update.path, writing, dirs_exist_ok=True)

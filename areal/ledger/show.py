@@ -438,9 +438,9 @@ def setpoint_text(stats: Mapping[str, float]) -> str:
     """What the statistics `setpoint/*` of batches say about rollout.target_staleness; empty = it is not set."""
     if not stats:
         return ""
-    shown = [f"{name} {stats[f'setpoint/{name}']:.3g}" for name in ("target", "value", "error", "lead")
+    shown = [f"{name} {stats[f'setpoint/{name}']:.3g}" for name in ("target", "value", "error")
              if f"setpoint/{name}" in stats]  # fmt: skip
-    return f"set-point of staleness: {', '.join(shown)} versions"
+    return f"set-point of staleness: {', '.join(shown)}; lead {stats['setpoint/lead']:.3g} versions"
 
 
 def _batch_table(batch: Event, accepted: dict[int, Event], rows: PromptStream[int] | None) -> list[str]:

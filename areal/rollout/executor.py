@@ -445,7 +445,8 @@ class EpisodeEngine:
             with span("generate"):
                 responses = await self._engine.agenerate_group([requests[number] for number in missing])
             for number, response in zip(missing, responses, strict=True):
-                self._count_answer(response)
+                if not requests[number].adapter:
+                    self._count_answer(response)
                 if self._is_current(response.output_versions, sent_at):
                     answers[number] = self._recorded(requests[number], response)
         return [answers[number] for number in range(len(requests))]
@@ -458,7 +459,7 @@ class EpisodeEngine:
                 async with aclosing(self._engine.stream(request)) as chunks:
                     async for chunk in chunks:
                         response = chunk.response
-                        if response is not None:
+                        if response is not None and not request.adapter:
                             self._count_answer(response)
                         if not self._is_current(response.output_versions if response else chunk.versions, sent_at):
                             break
@@ -483,6 +484,8 @@ class EpisodeEngine:
         return self._may_send is None or min(to_runs(versions).values, default=sent_at) >= sent_at
 
     def _recorded(self, request: GenerationRequest, response: GenerationResponse) -> GenerationResponse:
+        if request.adapter:  # of an older policy, which is not trained
+            return response
         temperature = request.gconfig.temperature
         if self._temperature not in (None, temperature) and not request.gconfig.greedy:
             response = replace(response, temperature=temperature)

@@ -41,7 +41,7 @@ from areal.reward.table import reward_table
 from areal.reward.worker import LoadedReward, parsed_result
 from areal.trainer.teacher_servers import teacher_problem
 from areal.workflow.agent import agent_job
-from areal.workflow.registry import build_workflow
+from areal.workflow.registry import build_workflow, check_adapters
 from areal.workflow.scoring import ScoredWorkflow
 
 DUMMY_ANSWER = "0"
@@ -130,6 +130,7 @@ def try_first_row(config: PPOConfig) -> FirstRow:
     try:
         _require_models(config)
         trial = Trial.of(config, 0)
+        check_adapters(config, trial.workflow, [trial.row])
         result.notice = trial.workflow.notice()
         prompt = trial.prompt() or EncodedPrompt("", [])
         result.prompt, result.num_tokens = prompt.text, len(prompt.token_ids)

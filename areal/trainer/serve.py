@@ -29,7 +29,7 @@ from areal.system.discovery import registry_of
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.teacher_servers import TaughtWorkflow
-from areal.workflow.registry import resolve_accept_fn
+from areal.workflow.registry import check_adapters, resolve_accept_fn
 
 Row = dict[str, Any]
 
@@ -54,6 +54,7 @@ def serve_rollouts(
     assert servers is not None  # a run without servers has no controller
     factory, vision = replica_factory(servers.backend), RunImages.of(config)
     held_out = evaluation_workflows(config, eval_workflow or workflow) if valid_sets else None
+    check_adapters(config, workflow, train_rows)
     if config.teacher is not None and config.teacher.servers:
         workflow = TaughtWorkflow(workflow, config.teacher, tokenizer_of(config, config.actor.path))
     for rows in (train_rows, *valid_sets.values()):

@@ -1,6 +1,7 @@
 """The construction of a workflow from a configuration."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from areal.api.config import PPOConfig
@@ -36,6 +37,16 @@ def resolve_accept_fn(name: str) -> AcceptFn | None:
     if not name:
         return None
     return load_function(resolve_function(name, "filters", key="rollout.should_accept_fn"), ACCEPT_CALL)
+
+
+def check_adapters(config: PPOConfig, workflow: RolloutWorkflow, rows: Sequence[dict[str, Any]]) -> None:
+    """ConfigError when episodes on these rows ask for older policies, and the servers get whole weights.
+
+    `config`: after `areal.launcher.job.with_adapters`.
+    """
+    if not config.publishes_adapters and workflow.needs_adapters(rows):
+        text = f"workflow={config.workflow}: an older policy is held as an adapter, and the servers get whole weights"
+        raise ConfigError(f"{text}: {config.how_to_publish_adapters}", code="config.missing_requirement")
 
 
 def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:

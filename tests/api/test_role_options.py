@@ -20,6 +20,7 @@ TEACHER, CRITIC = "teacher={path: /models/big, rl_weight: 0}", "critic={path: /m
 SERVERS = "teacher.servers=[{server_addrs: ['h:1']}, {server_addrs: ['h:2'], sources: [math]}]"
 JUDGE = "reward_model={path: /models/judge}"
 CUT = ["actor.mask_truncated=true", "actor.mask_no_eos_with_zero=true"]
+ARENA = ["workflow=textarena", "reward_fn=", "workflow_args.args={opponent: {steps: 4}}", "actor.lora={rank: 4}"]
 OVERLONG = ["actor.overlong_reward_penalty=true", "actor.overlong_penalty_factor=1"]
 
 
@@ -46,6 +47,7 @@ def load(tmp_path):
         ["actor.adv_norm={mean_level: group, std_level: group}", "gconfig.n_samples=1", CRITIC],
         ["actor.kl_ctl=0.1", "ref.logprob_kernel=liger"],
         [*CUT, CRITIC],
+        ARENA,
         [*CUT, "actor.adv_norm={}"],
         [*CUT, "actor.adv_estimator=reinforce_plus_plus"],
     ],
@@ -57,11 +59,9 @@ def test_these_load(load, overrides):
 @pytest.mark.parametrize(
     ("overrides", "path", "code"),
     [
-        (
-            ["workflow=textarena", "reward_fn=", "workflow_args.args={opponent: {steps: 4}}"],
-            "workflow_args.args.opponent",
-            "config.missing_requirement",
-        ),
+        ([*ARENA, "actor.lora=null"], "workflow_args.args.opponent", "config.missing_requirement"),
+        ([*ARENA, "actor.adapter_update_mode=merged"], "workflow_args.args.opponent", "config.missing_requirement"),
+        ([*ARENA, "actor.weight_update_mode=http"], "workflow_args.args.opponent", "config.missing_requirement"),
         (["teacher.servers=[{sources: [math]}]"], "teacher.servers[0].server_addrs", "config.missing_requirement"),
         (["teacher.servers=[{server_addrs: ['h:1']}, {server_addrs: ['h:2']}]"], "teacher.servers", "config.conflict"),
         ([SERVERS, "teacher.dtype=float32"], "teacher.dtype", "config.conflict"),

@@ -61,7 +61,7 @@ def test_a_set_point_has_a_line(run):
         append_step_line(run.metrics, step, row(step, **values))
     found = Watched(run.root).look()
     assert found.setpoint["setpoint/value"] == 1.5
-    assert "set-point of staleness: target 1.25, value 1.5, error 0.25, lead 2" in drawn(found, 200)
+    assert "set-point of staleness: target 1.25, value 1.5, error 0.25; lead 2 versions" in drawn(found, 200)
 
 
 def test_restarts_are_known_before_the_end_of_a_run(run):

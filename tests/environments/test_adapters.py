@@ -1,5 +1,6 @@
 """`workflow: textarena` and `workflow: openenv` over fake packages."""
 
+import asyncio
 import os
 import random
 import signal
@@ -101,7 +102,7 @@ async def test_a_function_plays_the_other_side(make, tmp_path) -> None:
 class Older(InferenceEngine):
     """Two policies by the adapter of a request; the older ones are kept as empty folders."""
 
-    version = 5
+    version, timeline = 5, "a"
 
     def __init__(self, current, older):
         self._current, self._older, self.held = current, older, []
@@ -110,8 +111,9 @@ class Older(InferenceEngine):
         return await (self._older if request.adapter else self._current).agenerate(request)
 
     async def keep_policy(self, parent):
-        (parent / f"policy-v{self.version:06d}").mkdir()
-        return parent / f"policy-v{self.version:06d}"
+        folder = parent / f"policy-v{self.version:06d}-{self.timeline}"
+        folder.mkdir()
+        return folder
 
     @asynccontextmanager
     async def older_policy(self, folder):
@@ -137,9 +139,76 @@ async def test_an_older_policy_plays_the_other_side_and_is_not_trained(make, tmp
         (reward, f"{by_player[trained]}<|im_end|>")
     ]
     assert [(await played(*one)).stats["opponent_version"] for one in ((1, 7), (2, 8), (3, 9))] == [5, 8, 8]
-    # an episode that runs again has the opponent of its first start, whatever version is served then
-    assert [(await played(*one)).stats["opponent_version"] for one in ((1, 9), (4, 6))] == [5, 5]
-    assert engine.held[-2:] == ["policy-v000005"] * 2
+
+
+async def test_an_episode_that_runs_again_after_a_kill_has_the_opponent_of_its_first_start(tmp_path) -> None:
+    engine, opponents = Older(None, None), Opponents(tmp_path)
+    with pytest.raises(asyncio.CancelledError):
+        async with opponents.of_episode(0, engine, 4) as first:
+            raise asyncio.CancelledError
+    engine.version = 9
+    for episode, expected in ((1, "policy-v000009-a"), (0, first)):
+        async with Opponents(tmp_path).of_episode(episode, engine, 4) as found:
+            assert (found, engine.held[-1]) == (expected, expected)
+
+
+def kept(folder):
+    return sorted(path.name.removeprefix("policy-v00000") for path in folder.glob("policy-v*"))
+
+
+async def test_policies_are_deleted_that_no_running_episode_plays_against(tmp_path) -> None:
+    engine, opponents = Older(None, None), Opponents(tmp_path)
+    async with opponents.of_episode(0, engine, 1):
+        for version in (6, 7, 8):
+            engine.version = version
+            async with opponents.of_episode(version, engine, 1):
+                assert kept(tmp_path) == ["5-a", f"{version}-a"]
+        with pytest.raises(ValueError):  # noqa: PT011 - that of the line below
+            async with opponents.of_episode(9, engine, 1):
+                raise ValueError
+    engine.version = 9
+    async with opponents.of_episode(10, engine, 1):
+        assert (kept(tmp_path), opponents._names) == (["9-a"], {10: "policy-v000009-a"})
+
+
+async def test_after_a_kill_policies_are_deleted_of_episodes_that_do_not_run_again(tmp_path) -> None:
+    engine, opponents = Older(None, None), Opponents(tmp_path)
+    async with opponents.of_episode(0, engine, 1):
+        engine.version = 6
+        with pytest.raises(asyncio.CancelledError):
+            async with opponents.of_episode(1, engine, 1):
+                raise asyncio.CancelledError
+    assert kept(tmp_path) == ["5-a", "6-a"]
+    again, engine.version = Opponents(tmp_path), 9
+    async with again.of_episode(1, engine, 1), again.of_episode(2, engine, 1):
+        assert kept(tmp_path) == ["6-a", "9-a"]
+    assert (again._names, again._before) == ({}, {})
+
+
+async def test_a_policy_of_an_abandoned_timeline_is_not_the_opponent_of_a_new_episode(tmp_path) -> None:
+    engine, opponents = Older(None, None), Opponents(tmp_path)
+    found = []
+    for episode, (version, timeline) in enumerate([(7, "a"), (6, "b"), (7, "b")]):
+        engine.version, engine.timeline = version, timeline
+        async with opponents.of_episode(episode, engine, 4) as name:
+            found.append(name.removeprefix("policy-v00000"))
+    assert found == ["7-a", "6-b", "6-b"]
+
+
+async def test_an_opponent_is_on_disk_before_its_episode_plays(tmp_path, monkeypatch) -> None:
+    engine, opponents, synced = Older(None, None), Opponents(tmp_path), []
+    monkeypatch.setattr(os, "fsync", lambda _: synced.append((tmp_path / "opponents.jsonl").read_text()))
+    async with opponents.of_episode(3, engine, 4):
+        assert synced == ['{"episode":3,"policy":"policy-v000005-a"}\n']
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+async def test_a_game_that_fails_before_the_trained_player_has_a_turn_is_an_error(make, tmp_path, trained) -> None:
+    EPISODE_ID.set(0)
+    workflow = arena(make, env="NoSuch-v0", args={"trained": trained, "opponent": {"steps": 4}})
+    workflow._opponents = Opponents(tmp_path)
+    with pytest.raises(AgentFailed, match="no game 'NoSuch-v0'"):
+        await workflow.arun_episode(Older(scripted(), scripted()), dict(ROW))
 
 
 async def test_a_game_that_the_older_policy_ends_before_the_first_turn_trains_nothing(make, tmp_path) -> None:
@@ -157,9 +226,18 @@ async def test_games_at_the_same_time_do_not_share_random_numbers(make) -> None:
     assert [group.trajectories[0].reward for group in groups] == [1.0] * 4
 
 
-def test_an_opponent_that_is_no_function_and_no_number_of_steps_is_refused_before_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"steps: N\} with N of at least 1"):
-        build(TextArenaWorkflow, env="Race-v0", args={"opponent": {"steps": 0}}).check_rows([ROW])
+@pytest.mark.parametrize("opponent", [{"steps": 0}, {"steps": 1.5}, {"steps": True}, {"steps": 4, "top": 1}, {}, 4])
+def test_an_opponent_that_is_no_function_and_no_number_of_steps_is_refused_before_the_start(opponent) -> None:
+    match = r"steps: N\} with a whole number N of at least 1"
+    with pytest.raises(ConfigError, match=match):
+        build(TextArenaWorkflow, env="Race-v0", args={"opponent": opponent}).check_rows([ROW])
+    with pytest.raises(ConfigError, match=match):
+        build(TextArenaWorkflow, env="Race-v0").check_rows([ROW, ROW | {"config": {"opponent": opponent}}, ROW])
+
+
+def test_a_trained_player_that_a_game_of_two_lacks_is_refused_before_the_start() -> None:
+    with pytest.raises(ConfigError, match="trained=2"):
+        build(TextArenaWorkflow, env="Race-v0", args={"opponent": {"steps": 4}, "trained": 2}).check_rows([ROW])
 
 
 def test_a_game_that_does_not_exist_is_named_before_the_start() -> None:

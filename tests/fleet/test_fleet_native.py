@@ -374,7 +374,7 @@ async def test_an_older_policy_answers_beside_the_current_one_and_after_a_kill(
     assert refused.value.code == "fleet.no_adapters"
     await fleet.update_weights(WeightUpdate(version=1, kind="adapter", path=adapter_folders[0]))
     kept = await fleet.keep_policy(tmp_path / "kept")
-    assert kept.name == "policy-v000001"
+    assert kept.name.startswith("policy-v000001-")
 
     async def check(current: nn.Module) -> None:
         for adapter, model in (("", current), (kept.name, old)):
@@ -399,6 +399,10 @@ async def test_an_older_policy_answers_beside_the_current_one_and_after_a_kill(
     newer = await fleet.keep_policy(tmp_path / "kept")
     async with fleet.older_policy(newer):  # nobody uses the older one
         assert [server.engine.runner.adapters.groups[0].rank for server in native.servers[2:]] == [16, 16]
+    await fleet.update_weights(
+        WeightUpdate(version=1, kind="adapter", path=adapter_folders[1])
+    )  # of a trainer that recovered
+    assert (await fleet.keep_policy(tmp_path / "kept")).name not in (kept.name, newer.name)
 
 
 async def test_an_unload_that_a_replica_missed_is_made_up_for(native: NativeKit, adapter_folders: list[str]) -> None:

@@ -136,7 +136,7 @@ def test_the_history_of_a_batch_has_the_set_point_of_staleness(forge):
     batch = next(event for event in forge.events if event["event"] == "batched" and event["step"] == 1)
     batch["stats"] = {"setpoint/target": 1.5, "setpoint/value": 1.4, "setpoint/error": -0.1, "setpoint/lead": 1.75}
     forge.write()
-    line = "set-point of staleness: target 1.5, value 1.4, error -0.1, lead 1.75 versions"
+    line = "set-point of staleness: target 1.5, value 1.4, error -0.1; lead 1.75 versions"
     assert line in show_step(forge.folder, 1)
     assert not any("set-point" in line for line in show_step(forge.folder, 0))
 

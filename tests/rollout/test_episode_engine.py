@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, TokenChunk
@@ -64,6 +65,19 @@ async def test_old_answers_of_a_group_are_requested_again_if_a_trainer_may_recov
     assert len(counted) == 5
     assert list(engine.answers) == [found[2], *found[:2]]
     assert (engine.replicas, engine.num_interruptions) == (["server-5"], 3)
+
+
+async def test_answers_of_an_older_policy_are_none_of_the_episode() -> None:
+    counted = list[GenerationResponse]()
+    engine = EpisodeEngine(Policy(old=""), counted.append, keep_answers=True, temperature=0.5)
+    own, other, streamed = requests("abc")
+    found = await engine.agenerate_group([own, replace(other, adapter="policy-v000001")])
+    assert [one.request_id for one in found] == ["a", "b"]
+    async with aclosing(engine.stream(replace(streamed, adapter="policy-v000001"))) as chunks:
+        assert [chunk.token_ids async for chunk in chunks] == [[2], [3]]
+    assert (engine.num_answers, engine.num_tokens, engine.num_interruptions) == (1, 2, 1)
+    assert engine.answers == found[:1]
+    assert [one.request_id for one in counted] == ["a"]
 
 
 async def test_answers_of_a_group_keep_a_temperature_other_than_that_of_the_run() -> None:

@@ -18,9 +18,11 @@ from areal.api.config import (
     TrainDatasetConfig,
     ValidDatasetConfig,
 )
+from areal.api.config.train import LoRAConfig
 from areal.api.errors import ConfigError
 from areal.trainer import first_row
 from areal.trainer.first_row import Trial, try_first_row
+from tests.environments.environment_kit import FAKES
 from tests.workflow.conftest import CharTokenizer
 
 BROKEN = """
@@ -244,3 +246,14 @@ def test_an_agent_that_gives_no_reward_is_warned_of_where_no_function_does(confi
         found = try_first_row(config)
         assert found.problems == []
         assert any("session.reward()" in text for text in found.warnings) == (warns and not reward_fn)
+
+
+@pytest.mark.parametrize("mode", ["auto", "adapter"])
+def test_an_older_policy_in_a_row_is_refused_where_servers_get_whole_weights(config_of, monkeypatch, mode):
+    monkeypatch.chdir(FAKES)
+    row = {"env": "Race-v0", "config": {"opponent": {"steps": 4}}, "seed": 4, "index": 1}
+    config = config_of("", rows=[row], workflow="textarena")
+    config = dataclasses.replace(
+        config, actor=dataclasses.replace(config.actor, lora=LoRAConfig(), adapter_update_mode=mode)
+    )
+    assert codes_of(config) == (["config.missing_requirement"] if mode == "auto" else [])

@@ -595,6 +595,12 @@ class PPOConfig(BaseExperimentConfig):
         return f"servers do not load lora.modules_to_save={saved}" if saved else ""
 
     @property
+    def how_to_publish_adapters(self) -> str:
+        if self.actor.lora is not None and self._whole_only:
+            return f"not here, because {self._whole_only}"
+        return "set actor.lora and actor.adapter_update_mode=adapter"
+
+    @property
     def max_concurrent_rollouts(self) -> int:
         """Maximum episodes in flight."""
         chosen = self.rollout.max_concurrent_rollouts
@@ -634,8 +640,9 @@ class PPOConfig(BaseExperimentConfig):
         if self.actor.optimizer is None:
             yield no_optimizer("actor")
         opponent = cast("dict[str, Any]", self.workflow_args.get("args") or {}).get("opponent")
-        if self.workflow == "textarena" and isinstance(opponent, dict) and self.actor.lora is None:
-            text = "is an older version of the policy, which the servers hold as an adapter: set actor.lora"
+        is_whole = self.actor.lora is None or self.actor.adapter_update_mode == "merged" or bool(self._whole_only)
+        if self.workflow == "textarena" and isinstance(opponent, dict) and is_whole:
+            text = f"is an older policy, which the servers hold as an adapter: {self.how_to_publish_adapters}"
             yield Problem("workflow_args.args.opponent", text, "config.missing_requirement")
         if self.actor.adapter_update_mode == "adapter" and self.publishes_adapters and self._whole_only:
             yield "actor.adapter_update_mode", f"adapter cannot work, because {self._whole_only}: use merged"
