@@ -31,6 +31,8 @@ from areal.system.folders import PULLED_WEIGHTS
 # The rules of the weight canary: the probe, how its answers are compared, and the tolerance. Nothing here does I/O.
 
 PROBE_TOKENS = 4
+PROBE_PREFIX = "canary-"
+"""Of the request id of a probe."""
 _PROMPT_TOKENS = 8
 _BOUNDS = {"float32": (1e-4, 1e-3)}
 _BOUNDS_16_BIT = (1e-2, 1e-1)
@@ -350,7 +352,7 @@ class CanaryCheck:
             return None
         chunks: list[PartChunk] = []
         self._num_probes += 1
-        request = self._probe(f"canary-{slot.name}-{self._num_probes}", slot.version)
+        request = self._probe(f"{PROBE_PREFIX}{slot.name}-{self._num_probes}", slot.version)
         problem = ""
         try:
             async with self._replicas.lateness.timeout(PROBE_TIMEOUT_S):

@@ -385,6 +385,7 @@ class GenerateRoute:
                     "prompt": sequence.num_prompt,
                     "cached": sequence.num_cached,
                     "tokens": len(sequence.logprobs),
+                    "scored": len(sequence.scores.logprobs),
                 }
                 add_track("request", sequence.request_id, submitted_ns, ended_ns, parts, sizes)
 

@@ -16,6 +16,7 @@ import numpy as np
 from areal.api.config import PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import InputError, LedgerError
+from areal.fleet.weight_updater import PROBE_PREFIX
 from areal.ledger.event_files import PayloadReader, open_reader
 from areal.ledger.payload import read_table
 from areal.observe.step_files import read_step_lines
@@ -286,7 +287,8 @@ class Served:
 
 
 def traced_answers(folder: Path) -> list[Served]:
-    """Of the traces of native servers in the trace folder of a run; empty without them."""
+    """Of the traces of native servers in the trace folder of a run; empty without them. Requests that score a prompt
+    and canary probes are no answers: their time is that of a prompt."""
     found: list[Served] = []
     for path in sorted(folder.glob("server-*.jsonl")):
         started: dict[str, float] = {}
@@ -295,6 +297,8 @@ def traced_answers(folder: Path) -> list[Served]:
                 started[event["id"]] = event["ts"] / 1e6
             elif "tokens" in event["args"] and (start_s := started.pop(event["id"], None)) is not None:
                 args, end_s = event["args"], (event["ts"] + event["args"]["us"]) / 1e6
+                if args.get("scored") or event["id"].startswith(PROBE_PREFIX):
+                    continue
                 times = {"server": path.stem, "start_s": start_s, "end_s": end_s}
                 found.append(Served(**times, prompt=args["prompt"], tokens=args["tokens"]))
     return found

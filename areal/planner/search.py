@@ -127,16 +127,16 @@ class Search:
             mode = self._config.allocation_mode
             text = f"--devices {self._devices}: no allocation like {mode} works on them; {self._why}"
             raise ConfigError(text.rstrip("; "), code="plan.too_few_devices")
-        found.sort(key=_order)
+        found = _ordered(found)
         if len(staleness) > 1:
             first, point = found[0].figures.steps_per_hour.mean, found[0].point
             episodes = point.on(self._config).max_concurrent_rollouts
             more = [point._replace(episodes=count) for count in (max(1, episodes // 2), episodes * 2)]
             more = self._simulated([one for one in more if self._seconds_of(one) < math.inf], 1)
             found += [one for one in more if one.figures.steps_per_hour.mean > first * (1 + LEAST_GAIN)]
-            found.sort(key=_order)
+            found = _ordered(found)
         best = self._simulated([one.point for one in found[:BEST]], seeds)
-        return [*sorted(best, key=_order), *found[BEST:]]
+        return [*_ordered(best), *found[BEST:]]
 
     def _simulated(self, points: Sequence[Point], seeds: int) -> list[Ranked]:
         """Without those whose run would fail."""
@@ -194,5 +194,13 @@ class Search:
         return self._seconds[point]
 
 
-def _order(one: Ranked) -> tuple[float, float]:
-    return -round(one.figures.steps_per_hour.mean, 1), one.figures.staleness_mean.mean
+def _ordered(found: Sequence[Ranked]) -> list[Ranked]:
+    """The most steps per hour first; of those that differ by less than `LEAST_GAIN` the lowest staleness."""
+    left = sorted(found, key=lambda one: -one.figures.steps_per_hour.mean)
+    ordered: list[Ranked] = []
+    while left:
+        least = left[0].figures.steps_per_hour.mean / (1 + LEAST_GAIN)
+        equal = [one for one in left if one.figures.steps_per_hour.mean >= least]
+        ordered += sorted(equal, key=lambda one: one.figures.staleness_mean.mean)
+        left = left[len(equal) :]
+    return ordered

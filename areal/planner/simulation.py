@@ -6,6 +6,7 @@ is simulated is time: of servers, rewards, tools and the trainer, and what episo
 
 import asyncio
 import gc
+import math
 import random
 from array import array
 from collections import Counter
@@ -32,8 +33,9 @@ from areal.rollout.controller import Controller
 from areal.system.discovery import NameRegistry
 from areal.workflow.scoring import new_request, single_turn_rows
 
-_MANY, _LEAST_BATCH = 4_000, 8
-"""Requests of one simulation, and episodes of a batch, that are enough."""
+_MANY, _LEAST_BATCH, _LEAST_SERVERS, _LEAST_EACH = 4_000, 8, 8, 16
+"""Requests of one simulation, episodes of a batch, servers, and episodes of a batch for each of these that are enough:
+with fewer the loads of the servers differ more than in the run."""
 _CALL_S = 3600.0
 """Longest wait of one call of the trainer; it repeats the call."""
 
@@ -230,31 +232,45 @@ class _Work:
 
 def simulate(setting: Setting, *, keeps_events: bool = False) -> Outcome:
     """Raises the error that ends the run, as that of a real one. `keeps_events`: of the ledger, in the outcome."""
+    was_enabled = gc.isenabled()
     gc.disable()  # it looks at all episodes in flight again and again, and they leave hardly any garbage
     try:
         return run_virtual(_simulate(setting, keeps_events=keeps_events))
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def part_of(setting: Setting) -> Setting:
     """A large run is many parts that are alike, with fewer servers and smaller batches: one of them, with the tokens
-    of all for the trainer. The longest of its answers is the longest of fewer."""
+    of all for the trainer. The longest of its answers is the longest of fewer. It has several servers, which wait for
+    the slowest of them; with fewer sequences for each than in the run, each stands for more."""
     config, work = setting.config, setting.work
     size = config.train_dataset.batch_size
-    wanted = size * work.answers * work.turns * setting.steps / _MANY
-    part = max(_LEAST_BATCH, round(size / wanted))
+    enough = round(_MANY / (work.answers * work.turns * setting.steps))
+    several = min(_LEAST_SERVERS, setting.servers)
+    part = max(_LEAST_BATCH, enough, min(round(size * several / setting.servers), several * _LEAST_EACH))
     if part >= size:
         return setting
     copies = size / part
-    servers = max(1, round(setting.servers / copies))
-    server = setting.times.server.multiplied(copies * servers / setting.servers)
-    in_flight = config.rollout.max_concurrent_rollouts
-    rollout = replace(config.rollout, max_concurrent_rollouts=in_flight and max(1, round(in_flight * part / size)))
+    servers = max(several, round(setting.servers / copies))
+    in_flight, queue = config.rollout.max_concurrent_rollouts, config.rollout.queue_size
+    rollout = replace(
+        config.rollout,
+        max_concurrent_rollouts=in_flight and max(1, round(in_flight / copies)),
+        queue_size=queue and max(part, round(queue / copies)),
+    )
     dataset = replace(config.train_dataset, batch_size=part)
     config = replace(config, rollout=rollout, train_dataset=dataset)
+    workers = math.ceil(setting.times.reward_workers / copies)
+    slower = workers * copies / setting.times.reward_workers  # as many rewards in a second as the part of the workers
+    times = replace(
+        setting.times,
+        server=setting.times.server.multiplied(copies * servers / setting.servers),
+        rewards_s=tuple(size_s * slower for size_s in setting.times.rewards_s),
+        reward_workers=workers,
+    )
     dp_size = min(setting.dp_size, part)
-    times = replace(setting.times, server=server)
     return replace(setting, config=config, times=times, servers=servers, dp_size=dp_size, copies=copies)
 
 

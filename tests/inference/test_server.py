@@ -18,6 +18,9 @@ from areal.api.config import TeacherConfig, TeacherServersConfig
 from areal.inference import engine, server
 from areal.inference.generate_route import _BYTES_PER_ID, _FIXED_BODY_BYTES
 from areal.inference.server import serve
+from areal.observe.spans import tracing
+from areal.observe.trace import ChromeTracer
+from areal.planner.measured import traced_answers
 from areal.system import heartbeat
 from areal.system.network import TEACHER_TOKEN, Host
 from areal.trainer.teacher_servers import TeacherServers
@@ -61,6 +64,14 @@ async def test_a_teacher_on_this_server_has_the_log_probabilities_of_the_model(
         assert [token for token, _ in top] == tokens.tolist()
         assert [logprob for _, logprob in top] == pytest.approx(values.tolist(), abs=1e-5)
     teacher.close()
+
+
+async def test_a_scored_prompt_is_no_answer_in_the_trace(options, serve_with, tmp_path):
+    with tracing(ChromeTracer(tmp_path / "server-0.jsonl", "server-0")):
+        async for one in serve_with(options):
+            await one.generate(rid="score", logprob_start_len=0, sampling_params={"max_new_tokens": 1})
+            await one.generate(rid="answer")
+    assert [(one.prompt, one.tokens) for one in traced_answers(tmp_path)] == [(5, 6)]
 
 
 async def test_a_stream_is_incremental_and_equals_the_plain_answer(served):

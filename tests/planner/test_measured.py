@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from areal.cli.main import run_command
-from areal.planner import calibration
+from areal.planner import calibration, command
 from areal.planner.calibration import calibrate
 from areal.planner.cards import card_times
 from areal.planner.command import adapted
@@ -125,12 +125,15 @@ def test_the_time_of_tools_is_not_that_of_requests():
 
 
 def test_answers_of_a_trace_of_a_server(tmp_path):
-    def lines(name: str, start_s: float, end_s: float, **sizes: int) -> str:
-        event = {"ph": "b", "cat": "request", "id": "7-000001-001", "name": name, "ts": start_s * 1e6}
+    def lines(name: str, start_s: float, end_s: float, request_id: str = "7-000001-001", **sizes: int) -> str:
+        event = {"ph": "b", "cat": "request", "id": request_id, "name": name, "ts": start_s * 1e6}
         return json.dumps(event | {"args": {"us": (end_s - start_s) * 1e6, **sizes}})
 
     whole = lines("request", 1.0, 5.0, prompt=8, cached=4, tokens=20)
     text = [lines("queued", 1.0, 2.0), lines("run", 2.0, 5.0), whole, lines("request", 6.0, 7.0, prompt=8, tokens=0)]
+    for request_id, scored in (("score", 900), ("canary-server-1-4", 0)):  # neither is an answer
+        text.append(lines("run", 2.0, 4.0, request_id))
+        text.append(lines("request", 1.0, 4.0, request_id, prompt=900, tokens=1, scored=scored))
     (tmp_path / "server-1.jsonl").write_text("\n".join([*text, '{"ph": "b", "cat": "req']))
     assert traced_answers(tmp_path) == [Served(server="server-1", start_s=2.0, end_s=5.0, prompt=8, tokens=20)]
 
@@ -203,6 +206,23 @@ def test_intervals_and_quantiles():
 def test_errors_of_the_command(words, code):
     with raises_code(code):
         run_command(["plan", *words.split(), *(["actor.path=/none"] if "grpo" in words else [])])
+
+
+def test_a_plan_says_what_its_intervals_and_its_part_leave_out(tmp_path, capsys, monkeypatch):
+    shape = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 1000, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    monkeypatch.setattr(command, "simulated", lambda setting, seeds: simulated(setting, 1))
+    monkeypatch.setattr(command, "gains", lambda *given: [])
+    words = [f"actor.path={tmp_path}", "allocation_mode=sglang:d16+fsdp:d2", "rollout.max_head_offpolicyness=0"]
+    run_command(["plan", "--config", "benchmark/long_answers.yaml", "--card", "h100", *words])
+    text = capsys.readouterr().out
+    assert (
+        "the intervals are over seeds only; plans of nine runs on two cores were off by up to 15%, one by 18%" in text
+    )
+    assert (
+        "simulated: 8 of 16 servers, 128 of 512 episodes of a batch; stragglers among the others are left out" in text
+    )
 
 
 def test_a_card_without_a_model_names_what_is_missing():

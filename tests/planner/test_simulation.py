@@ -1,5 +1,6 @@
 """Simulated runs against closed forms, stragglers, a lost server, and changes of the real rules."""
 
+import gc
 from dataclasses import replace
 from itertools import accumulate
 
@@ -8,8 +9,8 @@ import pytest
 from areal.api.config import GRPOConfig, InferenceEngineConfig, TrainDatasetConfig
 from areal.api.config.experiment import LengthRule
 from areal.planner.command import setting_of
-from areal.planner.report import Point, figures_of, simulated
-from areal.planner.search import BEST, Search, estimate_s, memory_problem
+from areal.planner.report import Interval, Point, figures_of, simulated
+from areal.planner.search import BEST, Ranked, Search, _ordered, estimate_s, memory_problem
 from areal.planner.service import ServerTimes, ServiceTimes, TrainerTimes, Workload
 from areal.planner.simulation import LostServer, Setting, part_of, simulate
 from areal.rollout import executor
@@ -235,11 +236,73 @@ def test_a_part_of_a_large_run_is_like_all_of_it():
     one = replace(one, config=replace(one.config, train_dataset=data))
     one = replace(one, times=replace(one.times, server=server, trainer=trainer))
     part = part_of(one)
-    assert (part.servers, part.config.train_dataset.batch_size) == (1, 50)
+    assert (part.servers, part.config.train_dataset.batch_size) == (4, 64)
     whole, found = (figures_of([simulate(each)], 2) for each in (one, part))
     assert found.step_s.mean == pytest.approx(whole.step_s.mean, rel=0.05)
     assert found.trained_tokens_per_s.mean == pytest.approx(whole.trained_tokens_per_s.mean, rel=0.05)
     assert found.staleness_mean.mean == pytest.approx(whole.staleness_mean.mean, abs=0.1)
+
+
+def large(**times) -> Setting:
+    one = setting(4, servers=8, steps=26)
+    data = replace(one.config.train_dataset, batch_size=256)
+    return replace(one, config=replace(one.config, train_dataset=data), times=replace(one.times, **times))
+
+
+def test_a_part_has_its_part_of_the_reward_workers():
+    whole = large(rewards_s=(1.0,), reward_workers=64)
+    assert (part_of(whole).times.reward_workers, part_of(whole).copies) == (32, 2.0)
+    few = part_of(replace(whole, times=replace(whole.times, reward_workers=1)))
+    assert few.times.reward_workers == 1
+    assert few.times.rewards_s == (2.0,)
+    # 512 rewards of 1 s on 64 workers take longer than the trainer.
+    for one in (whole, part_of(whole)):
+        assert figures_of([simulate(one)], 4).step_s.mean == pytest.approx(8.0, rel=0.01)
+
+
+def test_a_part_has_its_part_of_the_queue():
+    one = large()
+    rollout = replace(one.config.rollout, queue_size=275)
+    one = replace(one, config=replace(one.config, rollout=rollout))
+    assert part_of(one).config.rollout.queue_size == 138
+    whole, part, free = (figures_of([simulate(each)], 4).staleness_mean.mean for each in (one, part_of(one), large()))
+    assert part == pytest.approx(whole, abs=0.1)
+    assert free > whole + 2.0
+
+
+def test_servers_of_a_part_wait_for_each_other_as_those_of_the_run():
+    one = large(server=ServerTimes(step_s=0.002, sequence_s=1e-4, context_s=1e-8, prefill_s=1e-5))
+    whole, part = (figures_of([simulate(each)], 4) for each in (one, part_of(one)))
+    assert part.servers_busy.mean == pytest.approx(whole.servers_busy.mean, abs=0.05)
+    assert part.step_s.mean == pytest.approx(whole.step_s.mean, rel=0.05)
+    many = part_of(replace(one, servers=64))
+    assert (many.servers, many.config.train_dataset.batch_size) == (19, 77)
+
+
+def test_a_simulation_leaves_the_garbage_collector_as_it_was():
+    gc.disable()
+    try:
+        simulate(setting(0, steps=1))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    simulate(setting(0, steps=1))
+    assert gc.isenabled()
+
+
+def test_equal_speeds_are_ordered_by_staleness_also_those_of_large_runs():
+    figures = simulated(setting(0, steps=20), 1)
+
+    def ranked(per_hour: float, staleness: float) -> Ranked:
+        speed, found = Interval.of([per_hour]), Interval.of([staleness])
+        point = Point.of(setting().config)
+        return Ranked(point=point, figures=replace(figures, steps_per_hour=speed, staleness_mean=found))
+
+    def order(*given: tuple[float, float]) -> list[float]:
+        return [one.figures.steps_per_hour.mean for one in _ordered([ranked(*each) for each in given])]
+
+    assert order((1.36, 0.0), (1.45, 3.0)) == [1.45, 1.36]
+    assert order((600.0, 3.0), (596.0, 1.0), (594.1, 2.0), (590.0, 0.0)) == [596.0, 594.1, 600.0, 590.0]
 
 
 def test_requests_wait_for_room_in_the_cache():
