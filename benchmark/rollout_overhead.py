@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -38,7 +39,7 @@ from areal.api.data import (
     TrajectoryGroup,
     WeightUpdate,
 )
-from areal.api.engine import InferenceEngine, InferenceFleet
+from areal.api.engine import InferenceEngine
 from areal.api.workflow import RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.audit import audit
@@ -49,18 +50,25 @@ from areal.rollout.controller_process import collecting_cycles
 ROOT = Path(__file__).resolve().parents[1]
 
 
-class NoFleet(InferenceFleet):
-    """A fleet that has only a version."""
+class NoFleet:
+    """A fleet that has only a version. No properties: what they call would count as calls of the controller."""
 
-    @property
-    def vocab_size(self) -> int:
-        return 1000
+    vocab_size = 1000
 
-    newest = 0
+    def __init__(self) -> None:
+        self.version = 0
 
-    @property
-    def version(self) -> int:
-        return self.newest
+    def pin(self) -> None:
+        return None
+
+    async def score(self, rows: Sequence[Any], *, version: int, top_k: int, limit_s: float) -> None:
+        return None
+
+    async def keep_policy(self, parent: Path) -> Path:
+        raise NotImplementedError("no-op episodes play against nobody")
+
+    def older_policy(self, folder: Path) -> contextlib.AbstractAsyncContextManager[None]:
+        raise NotImplementedError("no-op episodes play against nobody")
 
     async def start(self) -> None:
         return None
@@ -75,7 +83,7 @@ class NoFleet(InferenceFleet):
         raise NotImplementedError("no-op episodes generate nothing")
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        self.newest = update.version
+        self.version = update.version
 
     def live_replicas(self, version: int) -> list[str]:
         return []

@@ -1,9 +1,8 @@
 """Workflows of environments with a scripted policy, over fake packages or real ones."""
 
+import contextlib
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -80,8 +79,12 @@ def run_of(folder, kind, rows, args, options=()) -> Run:
 def workers(run):
     """Processes of the environment's worker program, and what they have started."""
     roots = [one for one in psutil.process_iter(["cmdline"]) if "worker.py" in " ".join(one.info["cmdline"] or [])]
-    ours = [one for one in roots if one.environ().get("HOME", "").startswith(str(run.folder))]
-    return {process for one in ours for process in (one, *one.children(recursive=True))}
+    found = set()
+    for one in roots:
+        with contextlib.suppress(psutil.NoSuchProcess):  # a game may end at any moment
+            if one.environ().get("HOME", "").startswith(str(run.folder)):
+                found |= {one, *one.children(recursive=True)}
+    return found
 
 
 def kill_worker_then_controller(run) -> None:
@@ -91,7 +94,8 @@ def kill_worker_then_controller(run) -> None:
         run.train_up_to(3)
         killed = workers(run)
         for process in killed:
-            os.kill(process.pid, signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         run.train_up_to(6)
         left = workers(run)
         assert killed

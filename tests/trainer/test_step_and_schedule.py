@@ -98,7 +98,9 @@ def test_the_loop_tells_every_role_its_step_and_filters_before_it_computes(toolb
     critic = SimpleNamespace(with_values=passing("values", plain), update=passing("critic", metrics))
     roles = SimpleNamespace(actor=actor, critic=critic, reference=None, reward_model=None, teacher=None)
     share = SimpleNamespace(stats={}, table=SimpleNamespace(token_ids=[1, 2]))
-    channel = SimpleNamespace(publish=lambda version: "", wait_served=lambda: told.append(("served", None)))
+    channel = SimpleNamespace(
+        publish=lambda version: "", wait_served=lambda: told.append(("served", None)), metrics=dict
+    )
     batches = SimpleNamespace(next_batch=lambda step: share, consumed=lambda *facts: None)
 
     batch = toolbox.random_batch(0, 2)

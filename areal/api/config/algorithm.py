@@ -516,8 +516,7 @@ class PPOActorConfig(
     group_size: int = number(1, low=1)
     """Accepted for AReaL files: must be 1 or gconfig.n_samples, which sets the group size."""
     weight_update_mode: str = choice("auto", "auto", "xccl", "disk", "http", "delta", relevant=_WHOLE | _BY_DISK)
-    """How new weights reach the servers: xccl = collective, disk, http = copies from rank 0, delta = http with the
-    changes since the version before where they are smaller, auto = xccl or disk."""
+    """How weights reach servers: xccl = collective, disk, http, delta = differences by http, auto = xccl or disk."""
     weight_chunked_mem_mb: int = number(1024, low=1, relevant=_WHOLE & when("weight_update_mode", "auto", "xccl"))
     """Maximum size of one weight broadcast, in MiB."""
 

@@ -285,8 +285,7 @@ class StatsLoggerConfig:
     samples: int = number(4, low=1, relevant=_GENERATES & given("samples_freq_steps"))
     """Trajectories in a table of samples."""
     causes_freq_steps: int | None = number(10, low=1, relevant=_GENERATES)
-    """Interval in train steps at which a server scores four trained rows, and batch/log_ratio/ names what makes policy
-    and servers differ; null = never."""
+    """Interval in train steps of batch/log_ratio/, for which a server scores four trained rows; null = never."""
     wandb: WandBConfig = field(default_factory=WandBConfig)
     """Weights & Biases."""
     swanlab: SwanlabConfig = field(default_factory=SwanlabConfig)
