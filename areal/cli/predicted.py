@@ -49,7 +49,9 @@ def read_plan(path: Path) -> Mapping[str, Any]:
 
 
 def against_plan(figures: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
-    """The plan and the means of these lines of metrics.jsonl, of those figures that the lines have."""
+    """Each figure of the plan with the mean that these lines of metrics.jsonl have of it."""
+    if not figures:
+        return []
     steps = [row for row in rows if "seconds/step" in row]
     seconds = sum(row["seconds/step"] for row in steps)
     measured: dict[str, float] = {}
@@ -63,7 +65,6 @@ def against_plan(figures: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) 
     return [
         Figure(titles[name], figures[name]["mean"], figures[name]["low"], figures[name]["high"], value)
         for name, value in measured.items()
-        if figures
     ]
 
 

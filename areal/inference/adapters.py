@@ -104,9 +104,10 @@ class AdapterProducts:
         self._model = model
         self._wrapped: set[nn.Linear] = set()
         self._numbers = itertools.count(1)
-        self._merged: AdapterChanges | None = None
+        self.merged: AdapterChanges | None = None
+        """The adapter that the weights of the model have."""
         self._minus: Adapter | None = None
-        """It takes `_merged` out of the weights of the model; None until a request can name an adapter."""
+        """It takes `merged` out of these weights; None until a request can name an adapter."""
 
     def numbers(self, sequences: Items[Sequence], counts: Items[int]) -> list[int] | None:
         """The adapter of each row of a step, which has `counts` tokens of each sequence; None: no row has one."""
@@ -228,15 +229,15 @@ class AdapterProducts:
             groups.append(_Group([*(roomy.adapters if roomy else ()), added], self._minus))
         return partial(self._use, groups)
 
-    def merged(self, changes: AdapterChanges | None) -> None:
-        """The weights of the model are now those of the base model with `changes`; adapters are of the base model, so
-        that their rows are without them."""
-        self._merged, self._minus = changes, None
+    def take_out(self, merged: AdapterChanges | None) -> None:
+        """The weights of the model now have the adapter `merged`. Rows that name an adapter are computed without it:
+        theirs is an adapter of the base model."""
+        self.merged, self._minus = merged, None
         self._use(self.groups)
 
     def _use(self, groups: list[_Group]) -> None:
-        if groups and self._minus is None and self._merged is not None:
-            self._minus = self._negative(self._merged)
+        if groups and self._minus is None and self.merged is not None:
+            self._minus = self._negative(self.merged)
         groups = [one if one.minus is self._minus else _Group(one.adapters, self._minus) for one in groups]
         self.groups, self._of_rows, self._of_kept = groups, [], []
         new = {module for group in groups for module in group.weights} - self._wrapped

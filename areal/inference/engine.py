@@ -437,7 +437,8 @@ class Engine:
             self.scheduler.forget_prefixes()
         self.weights.install()
         self.runner.take_weights()
-        self.runner.adapters.merged(self.weights.merged)
+        if self.weights.merged is not self.runner.adapters.merged:
+            self.runner.adapters.take_out(self.weights.merged)
         self.version = version
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             sequence.look_at = 0

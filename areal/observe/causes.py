@@ -14,7 +14,7 @@ _MIN_NATS = 1e-3
 
 
 def causes_text(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Of the newest of some lines of metrics.jsonl that has the causes, as one line; empty without any."""
+    """A sentence about the newest line of metrics.jsonl that has the causes; empty without such a line."""
     row = next((row for row in reversed(list(rows)) if row.get("batch/log_ratio_abs/whole") is not None), None)
     if row is None:
         return ""

@@ -10,9 +10,10 @@ import re
 import secrets
 import shutil
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from torch import Tensor
@@ -185,23 +186,13 @@ class DeltaChannel(HttpChannel):
     that has no version since then, take whole weights.
     """
 
-    def __init__(
-        self,
-        engine: WeightSource,
-        ranks: Ranks,
-        control: FleetControl,
-        *,
-        host: Host,
-        model_folder: Path | None = None,
-    ) -> None:
-        super().__init__(engine, ranks, control, host=host, model_folder=model_folder)
-        self._last: Path | None = None
-        """The folder of the version before."""
-        self._last_name = ""
-        self._deltas: dict[str, tuple[str, int]] = {}
-        """As `WeightUpdate.deltas`, with sizes in bytes."""
-        self._sent = (0.0, 0.0)
-        """Bytes of the last version that a server with the version before copies, and of all its weights."""
+    _last: Path | None = None
+    """The folder of the version before."""
+    _last_name = ""
+    _deltas: Mapping[str, tuple[str, int]] = MappingProxyType({})
+    """As `WeightUpdate.deltas`, with sizes in bytes."""
+    _sent = (0.0, 0.0)
+    """Bytes of the last version that a server with the version before copies, and of all its weights."""
 
     def metrics(self) -> Metrics:
         sent, full = self._sent
@@ -245,9 +236,10 @@ class DeltaChannel(HttpChannel):
         if size >= full:
             self._deltas = {}
             return full
-        self._deltas[base] = url, size
-        while sum(size for _, size in self._deltas.values()) >= full:
-            del self._deltas[next(iter(self._deltas))]
+        deltas = {**self._deltas, base: (url, size)}
+        while sum(size for _, size in deltas.values()) >= full:
+            del deltas[next(iter(deltas))]
+        self._deltas = deltas
         return size
 
     def _prune(self, current: int) -> None:
