@@ -40,7 +40,7 @@ class CurriculumRule:
 
 
 def opened(file: Path) -> tuple[FileIO, list[dict[str, Any]]]:
-    """A file of events to append to, a line of JSON each, and those that it has."""
+    """Opens a file with an event of JSON in each line. Returns it, ready for new events, and the events that it has."""
     file.parent.mkdir(parents=True, exist_ok=True)
     whole, _, rest = file.read_bytes().rpartition(b"\n") if file.exists() else (b"", b"", b"")
     if rest:  # of a write that a kill cut

@@ -32,7 +32,7 @@ from areal.system.folders import PULLED_WEIGHTS
 
 PROBE_TOKENS = 4
 PROBE_PREFIX = "canary-"
-"""Of the request id of a probe."""
+"""The request ids of probes begin with it."""
 _PROMPT_TOKENS = 8
 _BOUNDS = {"float32": (1e-4, 1e-3)}
 _BOUNDS_16_BIT = (1e-2, 1e-1)

@@ -64,7 +64,7 @@ class _Group:
     """Adapters whose products are computed at once."""
 
     def __init__(self, adapters: Items[Adapter], minus: Adapter | None) -> None:
-        """`minus`: what each of them adds besides, with number 0."""
+        """`minus`: an adapter with number 0 that is added to the products of each of them."""
         self.adapters, self.minus = adapters, minus
         self.numbers = {adapter.number for adapter in adapters}
         self.rank = sum(adapter.rank for adapter in adapters)
@@ -105,9 +105,9 @@ class AdapterProducts:
         self._wrapped: set[nn.Linear] = set()
         self._numbers = itertools.count(1)
         self.merged: AdapterChanges | None = None
-        """The adapter that the weights of the model have."""
+        """The adapter that is merged into the weights of the model."""
         self._minus: Adapter | None = None
-        """It takes `merged` out of these weights; None until a request can name an adapter."""
+        """The negative of `merged`; None until a request can name an adapter."""
 
     def numbers(self, sequences: Items[Sequence], counts: Items[int]) -> list[int] | None:
         """The adapter of each row of a step, which has `counts` tokens of each sequence; None: no row has one."""
@@ -230,8 +230,8 @@ class AdapterProducts:
         return partial(self._use, groups)
 
     def take_out(self, merged: AdapterChanges | None) -> None:
-        """The weights of the model now have the adapter `merged`. Rows that name an adapter are computed without it:
-        theirs is an adapter of the base model."""
+        """The adapter `merged` is now part of the weights of the model. It is subtracted in rows that name an adapter,
+        because these are adapters of the base model."""
         self.merged, self._minus = merged, None
         self._use(self.groups)
 

@@ -92,7 +92,7 @@ class ServedWeights:
         """The update that they belong to, as its sender named it."""
         self._changes: AdapterChanges | None = None
         self.merged: AdapterChanges | None = None
-        """The adapter that the weights of the model have; None = that of no folder."""
+        """The adapter that is merged into the weights of the model; None without one."""
         self._group: UpdateGroup | None = None
         self._buffer: Tensor | None = None
 

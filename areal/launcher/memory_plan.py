@@ -236,7 +236,7 @@ def planned_memory(config: BaseExperimentConfig, tokens: int, *, on_gpu: bool) -
 
 
 def _samples(config: PPOConfig) -> int:
-    """Of one train step."""
+    """Tokens of one train step."""
     return config.train_dataset.batch_size * config.gconfig.n_samples
 
 

@@ -19,9 +19,9 @@ class Card:
     """Of the memory."""
     memory_bytes: float
     near_bytes_per_s: float
-    """Of NVLink, one direction."""
+    """Bandwidth of NVLink in one direction."""
     far_bytes_per_s: float
-    """Of the network between machines, one direction, for each card: assumed 200 (a100) or 400 Gbit/s."""
+    """Bandwidth of the network between machines in one direction, for each card. Assumed: 200 (a100) or 400 Gbit/s."""
 
 
 CARDS = {
@@ -36,7 +36,7 @@ STEP_OVERHEAD_S, REDUCE_S = 0.003, 10e-6
 """Time of a decode step without its computation (scheduling, sampling, launches), and of each of two sums over the
 cards of a server in each layer. Assumptions."""
 _WIDTH = 2.0
-"""Bytes of a number."""
+"""Bytes of a number of the weights and the cache."""
 
 
 def card_times(name: str, config: PPOConfig, *, tokens: float) -> ServiceTimes:

@@ -134,7 +134,7 @@ class _Spans:
 
 
 def _events(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
-    """Those of a trace that have a beginning and a size; none without a trace."""
+    """The events of a trace that have a beginning and a size; none without a trace."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
@@ -280,14 +280,14 @@ class Served:
     start_s: float
     end_s: float
     prompt: int
-    """Tokens before it."""
+    """Tokens of the context before it."""
     tokens: int
     is_exact: bool = True
     """Both times are recorded."""
 
 
 def traced_answers(folder: Path) -> list[Served]:
-    """Of the traces of native servers in the trace folder of a run; empty without them. Requests that score a prompt
+    """The answers in the traces of native servers of a run; empty without traces. Requests that score a prompt
     and canary probes are no answers: their time is that of a prompt."""
     found: list[Served] = []
     for path in sorted(folder.glob("server-*.jsonl")):
@@ -349,7 +349,7 @@ class _Load:
 
     def __init__(self, own: Sequence[Served], unknown: Sequence[Served], num_servers: int) -> None:
         changes: list[tuple[float, float, float, float]] = []
-        """When, and by how much sequences, growth of the contexts and contexts change."""
+        """The changes: time, and by how much the sequences, the growth of the contexts and the contexts change."""
         for share, answers in ((1.0, own), (1 / num_servers, unknown)):
             for one in answers:
                 growth = share * one.tokens / max(1e-9, one.end_s - one.start_s)

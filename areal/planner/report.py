@@ -132,9 +132,9 @@ class Point(NamedTuple):
     allocation: str
     staleness: int
     episodes: int | None
-    """In flight; None = batch size x (staleness + 1)."""
+    """Episodes in flight; None = batch size x (staleness + 1)."""
     micro_tokens: int | None
-    """Of a micro-batch; None = its default."""
+    """Tokens of a micro-batch; None = its default."""
     weight_update: str
 
     @classmethod

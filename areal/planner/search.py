@@ -17,7 +17,7 @@ STALENESS = (0, 1, 2, 4)
 BEST, SIMULATED = 3, 2
 """Candidates that are named, and those of each staleness that are simulated."""
 _SIZES = (1, 2, 4, 8)
-"""Of servers, and tensor and pipeline sizes of trainers: within a machine."""
+"""Sizes of servers, and tensor and pipeline sizes of trainers, that are compared. They fit into a machine."""
 _SPLITS = 16
 """Numbers of servers that are compared, between the smallest and the largest, before those around the best."""
 _MICRO_TOKENS = (8192, 16384, 32768)
@@ -139,7 +139,7 @@ class Search:
         return [*_ordered(best), *found[BEST:]]
 
     def _simulated(self, points: Sequence[Point], seeds: int) -> list[Ranked]:
-        """Without those whose run would fail."""
+        """The candidates whose run would not fail."""
         found: list[Ranked] = []
         for point in points:
             try:
@@ -167,8 +167,8 @@ class Search:
         return [one for one in found[:SIMULATED] if self._seconds_of(one) < math.inf]
 
     def _filled(self, point: Point) -> Point:
-        """With the best micro-batches, and no more episodes in flight than the caches of the servers hold when each
-        answer has half its length."""
+        """The point with the best micro-batches. Its episodes in flight fit into the caches of the servers when each
+        answer has half of its length."""
         if self._seconds_of(point) == math.inf:
             return point
         setting = self._settings(point.on(self._config))

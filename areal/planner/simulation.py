@@ -233,7 +233,7 @@ class _Work:
 def simulate(setting: Setting, *, keeps_events: bool = False) -> Outcome:
     """Raises the error that ends the run, as that of a real one. `keeps_events`: of the ledger, in the outcome."""
     was_enabled = gc.isenabled()
-    gc.disable()  # it looks at all episodes in flight again and again, and they leave hardly any garbage
+    gc.disable()  # the collector would traverse all episodes in flight repeatedly, and there are hardly any cycles
     try:
         return run_virtual(_simulate(setting, keeps_events=keeps_events))
     finally:

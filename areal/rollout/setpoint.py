@@ -23,7 +23,7 @@ _LEAD, _USED = "setpoint/lead", "setpoint/used_lead"
 _GAIN = 0.3
 """Weight of one batch, which is a noisy measurement, in the mean of the reciprocal lead."""
 _MOST = 2.0
-"""Most by which one batch changes the lead that it had."""
+"""Largest factor by which one batch changes its lead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class SetPoint:
         return fmean(ahead) / self.batch_size if ahead else None
 
     def _factor(self, value: float) -> float:
-        """By how much the lead of a batch should have been larger."""
+        """The factor by which the lead of a batch should have been larger."""
         if self.is_ess:  # -log ess, the variance of the log-ratio, grows as the lead or its square, or between them
             value = min(max(value, 1e-9), 1 - 1e-9)
             factor = (math.log(self.target) / math.log(value)) ** (2 / 3)
