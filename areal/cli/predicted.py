@@ -50,20 +50,19 @@ def read_plan(path: Path) -> Mapping[str, Any]:
 
 def against_plan(figures: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
     """Each figure of the plan with the mean that these lines of metrics.jsonl have of it."""
-    if not figures:
-        return []
     steps = [row for row in rows if "seconds/step" in row]
     seconds = sum(row["seconds/step"] for row in steps)
+    if not figures or not seconds:
+        return []
     measured: dict[str, float] = {}
     for name, (_, key) in _MEANS.items():
         if values := [row[key] for row in steps if row.get(key) is not None]:
             measured[name] = fmean(values)
     for name, (_, key) in _SHARES.items():
-        if seconds:
-            measured[name] = sum(row.get(key) or 0.0 for row in steps) / seconds
-    titles = {name: title for name, (title, _) in (_MEANS | _SHARES).items()}
+        measured[name] = sum(row.get(key) or 0.0 for row in steps) / seconds
+    titles = _MEANS | _SHARES
     return [
-        Figure(titles[name], figures[name]["mean"], figures[name]["low"], figures[name]["high"], value)
+        Figure(titles[name][0], figures[name]["mean"], figures[name]["low"], figures[name]["high"], value)
         for name, value in measured.items()
     ]
 

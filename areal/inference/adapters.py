@@ -106,8 +106,7 @@ class AdapterProducts:
         self._numbers = itertools.count(1)
         self.merged: AdapterChanges | None = None
         """The adapter that is merged into the weights of the model."""
-        self._minus: Adapter | None = None
-        """The negative of `merged`; None until a request can name an adapter."""
+        self._minus: Adapter | None = None  # The negative of `merged`, once a request can name an adapter.
 
     def numbers(self, sequences: Items[Sequence], counts: Items[int]) -> list[int] | None:
         """The adapter of each row of a step, which has `counts` tokens of each sequence; None: no row has one."""
@@ -230,8 +229,7 @@ class AdapterProducts:
         return partial(self._use, groups)
 
     def take_out(self, merged: AdapterChanges | None) -> None:
-        """The adapter `merged` is now part of the weights of the model. It is subtracted in rows that name an adapter,
-        because these are adapters of the base model."""
+        """The weights now contain `merged`: rows with an adapter, of the base model, are computed without it."""
         self.merged, self._minus = merged, None
         self._use(self.groups)
 
