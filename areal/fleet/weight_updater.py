@@ -655,7 +655,7 @@ class WeightUpdater:
         self._replicas.apply(slot, Event.UPDATE_STARTED, f"installs version {update.version}")
         try:
             async with self._replicas.lateness.timeout(self._config.weight_update_timeout_s):
-                await replica.update_weights(self._with_mirrors(update, slot), rank=rank, mode=mode)
+                await replica.update_weights(update, rank=rank, mode=mode)
         except RequestError as error:
             if update.kind == "collective" and not replica.has_second_copy:
                 await self._failed_midway(slot, replica, str(error))
@@ -690,7 +690,7 @@ class WeightUpdater:
         again = [slot for slot in slots if slot.weights is Weights.DIFFERS]
         async with self._paused(slots, always_abort=True):
             if update is not None and update.is_folder:
-                calls = (self._update_one(slot, update, rank=0) for slot in again)
+                calls = (self._update_one(slot, self._with_mirrors(update, slot), rank=0) for slot in again)
                 for outcome in await asyncio.gather(*calls, return_exceptions=True):
                     if isinstance(outcome, ArealError):
                         log.warning("a second update to version %d failed: %s", update.version, outcome)
@@ -718,7 +718,7 @@ class WeightUpdater:
         if update is None or not update.is_folder or is_replaced:
             return
         try:
-            await self._update_one(slot, update, rank=0)
+            await self._update_one(slot, self._with_mirrors(update, slot), rank=0)
         except ArealError as error:
             if slot.reason != before:  # otherwise the same error was logged before
                 log.warning("%s could not be updated to version %d: %s", slot.name, update.version, error)

@@ -106,8 +106,10 @@ def checksum_of(path: Path) -> int:
     return result
 
 
-def seal_folder(folder: Path, checksums: Mapping[Path, int] | None = None, *, sum_up: bool = True) -> None:
-    """Sync everything in `folder` to disk and write its marker.
+def seal_folder(
+    folder: Path, checksums: Mapping[Path, int] | None = None, *, sum_up: bool = True, sync: bool = True
+) -> None:
+    """Sync everything in `folder` to disk and write its marker. Without `sync` it may be damaged by a power failure.
 
     Files in `checksums`, and in a subfolder with a marker, are on disk already. Every other file is read for its
     checksum, unless `sum_up` is False: then it has none.
@@ -124,13 +126,18 @@ def seal_folder(folder: Path, checksums: Mapping[Path, int] | None = None, *, su
             if path in known:
                 sums[name] = known[path]
             else:
-                fsync_path(path)
+                if sync:
+                    fsync_path(path)
                 if sum_up:
                     sums[name] = checksum_of(path)
             sizes[name] = path.stat().st_size
-    write_atomic(folder / COMPLETE, json.dumps({"files": sizes, "crc32": sums}).encode())
-    for found in folders:
-        fsync_path(found)
+    marker = json.dumps({"files": sizes, "crc32": sums}).encode()
+    if sync:
+        write_atomic(folder / COMPLETE, marker)
+        for found in folders:
+            fsync_path(found)
+    else:
+        (folder / COMPLETE).write_bytes(marker)
 
 
 def _marked_below(folder: Path) -> Iterator[tuple[str, int]]:
@@ -152,10 +159,15 @@ def install_folder(sealed: Path, final: Path) -> None:
 
 
 def publish_folder(
-    temporary: Path, final: Path, checksums: Mapping[Path, int] | None = None, *, sum_up: bool = True
+    temporary: Path,
+    final: Path,
+    checksums: Mapping[Path, int] | None = None,
+    *,
+    sum_up: bool = True,
+    sync: bool = True,
 ) -> None:
     """Turn the filled folder `temporary` into the complete folder `final`, on the same file system."""
-    seal_folder(temporary, checksums, sum_up=sum_up)
+    seal_folder(temporary, checksums, sum_up=sum_up, sync=sync)
     install_folder(temporary, final)
 
 

@@ -29,14 +29,17 @@ from areal.system.http_guard import RequestGuard, guarded
 from areal.system.network import BACKLOG, Host, http_address, is_trainer, listen, store_prefix
 from areal.system.process import in_daemon_thread
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 
 class LocalFolder:
     """`path` is below TMPDIR. It stays when this process is killed: the next process of the run finds it, and the first
-    process of another run removes it."""
+    process of another run removes it. After the machine has started again it is another one: nothing is synced."""
 
     def __init__(self, key: str) -> None:
         """`key`: names the run; equal in all its processes. InputError when other users could write to the folder."""
         base = _private(Path(tempfile.gettempdir()) / f"areal-{os.getuid()}")
+        key += f"-{_BOOT_ID.read_text()[:8]}" if _BOOT_ID.exists() else ""
         self.path = base / key
         self._lock = base / f"{key}.lock"
         self._held = self._join()
@@ -446,7 +449,7 @@ class _Transfer:
                 with open(partial / file.name, "ab+") as copy:
                     self._copy(index, file, listed.block_bytes, copy)
             (partial / _LIST).write_bytes(data)
-            publish_folder(partial, final, sum_up=False)
+            publish_folder(partial, final, sum_up=False, sync=False)
         except OSError as error:
             message = f"the weights cannot be written to {final.parent}: {error.strerror or error}"
             raise WeightSyncError(message, code="weights.pull_failed") from error

@@ -39,6 +39,9 @@ _COPIED = ("config.json", "generation_config.json")
 class FolderChannel(WeightChannel):
     """The base of the channels whose versions are folders. The fleet loads one while the trainer continues."""
 
+    _syncs = True
+    """Versions survive a power failure."""
+
     def __init__(self, source: WeightSource | AdapterSource, ranks: Ranks, control: FleetControl, folder: Path) -> None:
         """`folder`: parent of the versions."""
         self._source, self._ranks, self._control, self._folder = source, ranks, control, folder
@@ -56,7 +59,8 @@ class FolderChannel(WeightChannel):
                 writing = writing_folder(final)
                 writing.mkdir()
                 self._write(writing, weights)
-                publish_folder(writing, final, sum_up=False)  # replicas load it without verifying checksums
+                # Replicas load it without verifying checksums.
+                publish_folder(writing, final, sum_up=False, sync=self._syncs)
             except OSError as error:
                 message = f"version {version} could not be written to {self._folder}: {error}"
                 raise WeightSyncError(message, code="weights.not_written") from error
@@ -143,6 +147,8 @@ class DiskChannel(FolderChannel):
 
 class HttpChannel(DiskChannel):
     """Versions on a disk of rank 0's machine, which serves them."""
+
+    _syncs = False
 
     def __init__(
         self,

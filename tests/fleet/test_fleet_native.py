@@ -267,7 +267,13 @@ async def test_disk_http_and_collective_bring_the_same_weights(
     await check_scores(fleet, engine.model, 4)
     collective.close()
     engine.model = make_model(5)
+    received: list[Path] = []
+    for server in native.servers:
+        receive = server.engine.weights.receive_folder
+        noted = lambda path, receive=receive: (received.append(path), receive(path))  # noqa: E731
+        monkeypatch.setattr(server.engine.weights, "receive_folder", noted)
     await asyncio.to_thread(serve, http, 5)
+    assert len(received) == 2, "once by each server"
     await check_scores(fleet, engine.model, 5)
     http.close()
     assert not [path for path in tmp_path.glob("areal-*/*") if path.name.startswith("published")]

@@ -110,6 +110,10 @@ def test_a_folder_can_be_completed_without_checksums(tmp_path, monkeypatch):
     publish_folder(_filled(tmp_path / "tmp", b"abc"), tmp_path / "v1", sum_up=False)
     assert is_complete(tmp_path / "v1")
     assert damage_of(tmp_path / "v1") == ""
+    synced = []
+    monkeypatch.setattr(durable, "fsync_path", synced.append)
+    publish_folder(_filled(tmp_path / "tmp", b"abc"), tmp_path / "v2", sum_up=False, sync=False)
+    assert (is_complete(tmp_path / "v2"), synced) == (True, [tmp_path])
     (tmp_path / "v1" / "model.bin").write_bytes(b"ab")
     assert damage_of(tmp_path / "v1") == "model.bin has 2 bytes instead of 3"
 
