@@ -52,7 +52,7 @@ from areal.models.model_shape import ModelShape
 from areal.models.vision_layout import read_vision_layout
 from areal.observe.log import get_logger
 from areal.observe.trackers import FIRST_REQUEST, entry_of_key, keys_on, missing_packages, mlflow_uri, wandb_id
-from areal.system.durable import is_complete, write_atomic, write_problem
+from areal.system.durable import is_complete, write_problem
 from areal.system.network import BACKLOG, bind_socket
 from areal.system.process import AREAL_PROCESS
 from areal.system.run_paths import RunPaths
@@ -146,7 +146,7 @@ _CHECK_LIMIT_S = 90.0
 
 
 class _NoAnswer(Exception):
-    """The process of a check failed. The text is the last line that it printed, or its exit code."""
+    """The process of a check failed. The text is the last line that it printed, its exit code, or another reason."""
 
 
 def _answer_of(
@@ -330,27 +330,21 @@ def _settings(config: BaseExperimentConfig, environ: Mapping[str, str], *, asks:
 # ----------------------------------------------------------------------------------------------------------------------
 # Checks before a start: options that the servers of a run cannot honour, and the versions in their environment.
 #
-# Waits for one short subprocess of the servers' interpreter, at most `_VERSIONS_LIMIT_S`; its answer is cached until
-# the interpreter or its packages change.
+# Waits for one short subprocess of the servers' interpreter, at most `_VERSIONS_LIMIT_S`.
 
 _VERSIONS_LIMIT_S = 30.0
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _PROBE = """
-import importlib.metadata, json, sys, sysconfig
+import importlib.metadata, json, sys
 def version(name):
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
-found = {name: version(name) for name in sys.argv[1:]}
-print(json.dumps({"versions": found, "packages": sysconfig.get_path("purelib")}))
+print(json.dumps({name: version(name) for name in sys.argv[1:]}))
 """
 Versions = dict[str, str]
 """Package -> version, empty where it is not installed."""
-
-
-class _NoVersions(Exception):
-    pass
 
 
 def fetch_vision_layout(config: PPOConfig) -> None:
@@ -377,7 +371,7 @@ def server_problems(
         return [*problems, f"server_python: {text}"]
     try:
         versions = environment_versions(python, (backend.name, "torch", *_NCCL_PACKAGES), limit_s=limit_s)
-    except _NoVersions as error:
+    except _NoAnswer as error:
         return [*problems, f"server_python: {python} does not report the versions of its packages: {error}"]
     if problem := _version_problem(backend, versions, on_gpu=bool(planned.gpus)):
         advice = "" if config.server_python else "; this is the interpreter of areal itself, set server_python"
@@ -394,7 +388,7 @@ def nccl_versions(config: PPOConfig) -> NcclVersions:
         own = environment_versions(sys.executable, ("torch", *_NCCL_PACKAGES))
         packages = (config.server_backend, "torch", *_NCCL_PACKAGES)
         servers = environment_versions(python, packages) if python else own
-    except _NoVersions:  # `server_problems` reports it
+    except _NoAnswer:  # `server_problems` reports it
         return NcclVersions()
     ours, theirs = (next(filter(None, map(versions.get, _NCCL_PACKAGES)), "") for versions in (own, servers))
     return NcclVersions(trainers=ours or "", servers=theirs or "")
@@ -433,55 +427,22 @@ def _version_problem(backend: ServerBackend, versions: Versions, *, on_gpu: bool
 def environment_versions(python: str, packages: tuple[str, ...], *, limit_s: float = _VERSIONS_LIMIT_S) -> Versions:
     """Versions of packages in the environment of an interpreter, from its metadata: nothing is imported.
 
-    The answer is cached as JSON by the interpreter's path, and is used as long as the interpreter and the folder of its
-    packages keep their modification times.
+    _NoAnswer when the interpreter does not report them.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    cache = folder / "areal" / "server_environments.json"
-    known = _read_cache(cache)
-    entry = known.get(python)
-    if entry is not None and entry["times"] == _times(entry["times"]) and set(packages) <= set(entry["versions"]):
-        return {name: entry["versions"][name] for name in packages}
-    versions, library = _ask(python, packages, limit_s)
-    entry = {"times": _times([python, library]), "versions": versions}
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(cache, json.dumps({**known, python: entry}).encode())
-    except OSError:
-        pass  # without a cache each start costs a subprocess
-    return versions
-
-
-def _read_cache(path: Path) -> dict[str, Any]:
-    """Interpreter -> {"times": {path: nanoseconds}, "versions": {package: version}}."""
-    try:
-        entries = json.loads(path.read_text())
-        return {python: entry for python, entry in entries.items() if entry["times"] and entry["versions"]}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}
-
-
-def _times(paths: Any) -> dict[str, int]:
-    """Path -> modification time in nanoseconds; 0 for a path that does not exist."""
-    return {str(path): Path(path).stat().st_mtime_ns if Path(path).exists() else 0 for path in paths}
-
-
-def _ask(python: str, packages: tuple[str, ...], limit_s: float) -> tuple[Versions, str]:
-    """Versions, and the folder that holds the packages. _NoVersions when the interpreter gives no such answer."""
     env = {name: value for name, value in os.environ.items() if name != AREAL_PROCESS}
     try:
         argv = [python, "-c", _PROBE, *packages]
         done = subprocess.run(argv, capture_output=True, text=True, errors="replace", env=env, timeout=limit_s)
     except subprocess.TimeoutExpired:
-        raise _NoVersions(f"no answer in {limit_s:g} s") from None
+        raise _NoAnswer(f"no answer in {limit_s:g} s") from None
     except OSError as error:
-        raise _NoVersions(str(error.strerror or error)) from None
+        raise _NoAnswer(str(error.strerror or error)) from None
     try:
-        answer = json.loads(done.stdout.splitlines()[-1])  # a script around the interpreter may print more before
-        return {name: str(answer["versions"][name]) for name in packages}, str(answer["packages"])
+        versions = json.loads(done.stdout.splitlines()[-1])  # a script around the interpreter may print more before
+        return {name: str(versions[name]) for name in packages}
     except (ValueError, TypeError, KeyError, IndexError):
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        raise _NoVersions(lines[-1] if lines else f"it ended with exit code {done.returncode}") from None
+        raise _NoAnswer(lines[-1] if lines else f"it ended with exit code {done.returncode}") from None
 
 
 _BEFORE_ANY_EPISODE = (b'{"event":"group"', b'{"event":"started"')
