@@ -26,15 +26,7 @@ from areal.api.columns import (
     to_array,
     to_runs,
 )
-from areal.api.data import (
-    BASELINE,
-    TEMPERATURES,
-    TURN_REWARDS,
-    TURNS,
-    GenerationResponse,
-    Trajectory,
-    reward_columns,
-)
+from areal.api.data import BASELINE, TEMPERATURES, TURN_REWARDS, TURNS, GenerationResponse, Trajectory, reward_columns
 from areal.api.images import ImageRef
 from areal.data.chat_template import BridgeGap
 

@@ -49,10 +49,7 @@ def normalised(
     keep = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     require_same_shape(values=values, group_ids=group_ids, mask=keep)
     x = values[keep].double()
-    scopes = {
-        "batch": Scope(torch.zeros_like(group_ids[keep]), 1, reduce),
-        "group": group_scope(group_ids[keep]),
-    }
+    scopes = {"batch": Scope(torch.zeros_like(group_ids[keep]), 1, reduce), "group": group_scope(group_ids[keep])}
     result, divisors = x, torch.ones_like(x)
     if config.mean_level is not None:
         result = x - scopes[config.mean_level].means(x, leave_one_out=config.mean_leave1out)

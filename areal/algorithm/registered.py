@@ -173,9 +173,7 @@ _estimator("reinforce_plus_plus_baseline", reward_norm=_GROUP_MEAN, adv_norm=_WH
 _estimator("grpo", reward_norm=_GROUP, compares_groups=True)
 _estimator("dr_grpo", reward_norm=_GROUP_MEAN, compares_groups=True)
 _estimator(
-    "rloo",
-    reward_norm=NormConfig(mean_level="group", mean_leave1out=True, std_level=None),
-    compares_groups=True,
+    "rloo", reward_norm=NormConfig(mean_level="group", mean_leave1out=True, std_level=None), compares_groups=True
 )
 _estimator("lite_ppo", reward_norm=NormConfig(mean_level="group", std_level="batch"), compares_groups=True)
 _estimator("gpg", reward_norm=_GROUP_MEAN, rescale_valid=True, compares_groups=True)

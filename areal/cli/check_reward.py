@@ -114,10 +114,7 @@ def shares_of(groups: dict[str, list[list[float]]]) -> dict[str, dict[str, float
     sizes = {source: sum(map(_advantages, found)) for source, found in groups.items()}
     total = sum(sizes.values()) or 1.0
     return {
-        source: {
-            "equal_groups": fmean(not pstdev(one) for one in found),
-            "gradient_share": sizes[source] / total,
-        }
+        source: {"equal_groups": fmean(not pstdev(one) for one in found), "gradient_share": sizes[source] / total}
         for source, found in groups.items()
     }
 

@@ -73,11 +73,7 @@ def make_app(run: Path, *, key: str, interval_s: float) -> web.Application:
     handlers = _Handlers(run, page("watch", title="areal watch", connects=True), key, interval_s)
     app = web.Application(middlewares=[_guarded(key)])
     app.add_routes(
-        [
-            web.get("/", handlers.page),
-            web.get("/events", handlers.events),
-            web.get("/samples", handlers.samples),
-        ]
+        [web.get("/", handlers.page), web.get("/events", handlers.events), web.get("/samples", handlers.samples)]
     )
     app.on_response_prepare.append(_add_headers)
     return app

@@ -16,13 +16,7 @@ import orjson
 from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
 from areal.api.config.data import ENVIRONMENT_PREFIX, is_environment_path, is_row_function
 from areal.api.errors import ConfigError, InputError
-from areal.api.registry import (
-    CURRICULUM_CALL,
-    MAP_CALL,
-    ROWS_CALL,
-    load_function,
-    resolve_function,
-)
+from areal.api.registry import CURRICULUM_CALL, MAP_CALL, ROWS_CALL, load_function, resolve_function
 from areal.data.chat import encode_prompt
 from areal.data.images import PromptImages
 from areal.data.row_check import mixed_rows, require_usable, size_problem

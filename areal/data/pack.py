@@ -261,9 +261,7 @@ def _session_ids(table: TokenTable, group_index: np.ndarray) -> dict[ColumnSpec,
 
 
 def rows_to_train_batch(
-    token_ids: Sequence[Sequence[int]],
-    loss_mask: Sequence[Sequence[int]],
-    images: Sequence[Sequence[ImageRef]] = (),
+    token_ids: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[int]], images: Sequence[Sequence[ImageRef]] = ()
 ) -> TrainBatch:
     """Pack rows for supervised training. Masks are aligned with tokens: 1 = train on this token.
 

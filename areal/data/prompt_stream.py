@@ -52,13 +52,7 @@ class PromptStream(Generic[RowT]):
     """An endless, reproducible stream of the rows of a dataset."""
 
     def __init__(
-        self,
-        rows: Sequence[RowT],
-        *,
-        seed: int,
-        batch_size: int,
-        shuffle: bool = True,
-        drop_last: bool = True,
+        self, rows: Sequence[RowT], *, seed: int, batch_size: int, shuffle: bool = True, drop_last: bool = True
     ) -> None:
         self._rows = rows
         self.seed = seed

@@ -59,14 +59,7 @@ from areal.launcher.preflight import (
     tried_row,
 )
 from areal.launcher.preloaded import PRELOAD, PreloadedParent
-from areal.launcher.result import (
-    facts_text,
-    goal_text,
-    help_if_asked,
-    main_metrics,
-    metrics_text,
-    unscored_lines,
-)
+from areal.launcher.result import facts_text, goal_text, help_if_asked, main_metrics, metrics_text, unscored_lines
 from areal.launcher.status import (
     EvaluationSource,
     Source,

@@ -528,9 +528,7 @@ class RayBackend(NodesBackend):
     """Processes in Ray actors."""
 
     def __init__(
-        self,
-        agent_for: Callable[[PlannedProcess], tuple[NodeLink, PlannedProcess]],
-        release: Callable[[str], None],
+        self, agent_for: Callable[[PlannedProcess], tuple[NodeLink, PlannedProcess]], release: Callable[[str], None]
     ) -> None:
         super().__init__(agent_for)
         self._release = release

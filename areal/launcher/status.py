@@ -534,13 +534,7 @@ class StatusSource:
     """Reads the state of a run from the controller, or from metrics.jsonl when there is none."""
 
     def __init__(
-        self,
-        registry: NameRegistry,
-        metrics: Path,
-        *,
-        has_controller: bool,
-        total_steps: int | None,
-        token: str = "",
+        self, registry: NameRegistry, metrics: Path, *, has_controller: bool, total_steps: int | None, token: str = ""
     ) -> None:
         self._registry = registry
         self._headers = {"Authorization": f"Bearer {token}"}

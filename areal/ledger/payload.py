@@ -133,14 +133,7 @@ def _encode(
         num_trained,
         made_by[0],
         made_by[-1],
-        TokenCounts(
-            len(trajectories),
-            len(sessions),
-            num_finished,
-            max(lengths),
-            reward / len(sessions),
-            by_version,
-        ),
+        TokenCounts(len(trajectories), len(sessions), num_finished, max(lengths), reward / len(sessions), by_version),
         turn_ids,
     )
 

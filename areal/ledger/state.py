@@ -356,13 +356,7 @@ class LedgerState:
         if where[0] > self.last_segment:
             self.last_segment = where[0]
         self.waiting[episode_id] = AcceptedEpisode(
-            episode_id,
-            where,
-            event["min_version"],
-            event["tokens"],
-            event["stats"],
-            counts_of_event(event),
-            ahead,
+            episode_id, where, event["min_version"], event["tokens"], event["stats"], counts_of_event(event), ahead
         )
 
     def _rejected(self, event: Event) -> None:

@@ -364,12 +364,7 @@ def _write_episodes(controller: Controller) -> None:
 
 
 async def serve(
-    controller: Controller,
-    bound: socket.socket,
-    registry: NameRegistry,
-    *,
-    host: Host,
-    token: str,
+    controller: Controller, bound: socket.socket, registry: NameRegistry, *, host: Host, token: str
 ) -> signal.Signals | None:
     """Serve on the listening socket `bound`.
 

@@ -262,10 +262,7 @@ class EtcdClient:
         member = self._members[self._current]
         try:
             with member.session.post(
-                member.get_url("watch"),
-                json={"create_request": create},
-                stream=True,
-                timeout=(_REQUEST_S, silence_s),
+                member.get_url("watch"), json={"create_request": create}, stream=True, timeout=(_REQUEST_S, silence_s)
             ) as answer:
                 answer.raise_for_status()
                 for line in answer.iter_lines(chunk_size=1 << 16):

@@ -380,14 +380,7 @@ class AfterStep:
         if ranks.rank == 0:
             trackers = build_trackers(config, paths, first_step=first_step, after_failure=after_failure)
         after_step = cls(
-            config,
-            engines,
-            ranks,
-            paths=paths,
-            recover=recover,
-            trackers=trackers,
-            hooks=hooks,
-            first_step=first_step,
+            config, engines, ranks, paths=paths, recover=recover, trackers=trackers, hooks=hooks, first_step=first_step
         )
         if point is not None:
             after_step.continue_from(point)

@@ -26,15 +26,7 @@ from areal.algorithm.policy_loss import (
     positive_mask,
     positive_nll,
 )
-from areal.api.batch import (
-    LossFn,
-    LossOutput,
-    MicroBatch,
-    OutputSpec,
-    TokenOutputs,
-    TrainBatch,
-    required,
-)
+from areal.api.batch import LossFn, LossOutput, MicroBatch, OutputSpec, TokenOutputs, TrainBatch, required
 from areal.api.config import PPOActorConfig, TeacherConfig
 from areal.api.metrics import Metrics
 from areal.data.pack import SESSION_TOKENS, with_session_tokens

@@ -482,11 +482,7 @@ def train_policy(config: PPOConfig, context: ProcessContext, length: TrainingLen
         paths = RunPaths.of(config)
         wanted = None if config.recover.mode == "disabled" else paths.checkpoint_request
         client = RolloutClient.from_registry(
-            registry_of(config),
-            config.rollout,
-            run_id=context.run_id,
-            ledger=paths.ledger,
-            checkpoint_request=wanted,
+            registry_of(config), config.rollout, run_id=context.run_id, ledger=paths.ledger, checkpoint_request=wanted
         )
         stack.callback(client.close)
         rank.heartbeat.doing("joins the run")

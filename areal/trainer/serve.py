@@ -134,8 +134,7 @@ def held_out_options(config: PPOConfig) -> HeldOutOptions:
         return options
     tokenizer, answer_of = tokenizer_of(config, config.actor.path), answer_function(config)
     return dataclasses.replace(
-        options,
-        answer_of=lambda group: answer_of(tokenizer.decode(last_answer_ids(group), skip_special_tokens=True)),
+        options, answer_of=lambda group: answer_of(tokenizer.decode(last_answer_ids(group), skip_special_tokens=True))
     )
 
 

@@ -15,14 +15,7 @@ from typing import Any, Self
 from areal.api.columns import ROUTED_EXPERTS, ColumnSpec, Packed, RoutedExperts, Runs, to_array, to_runs, total
 from areal.api.config import GenerationHyperparameters, RewardConfig
 from areal.api.config.rollout import CODE_STARTS_S, CODE_TESTS_S
-from areal.api.data import (
-    BASELINE,
-    TEMPERATURES,
-    GenerationRequest,
-    GenerationResponse,
-    Trajectory,
-    reward_columns,
-)
+from areal.api.data import BASELINE, TEMPERATURES, GenerationRequest, GenerationResponse, Trajectory, reward_columns
 from areal.api.errors import InputError, RewardError
 from areal.api.images import ImageRef
 from areal.api.metrics import gather_or_cancel

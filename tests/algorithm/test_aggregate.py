@@ -7,14 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from areal.algorithm.aggregate import (
-    TokenStat,
-    local_denominator,
-    loss_scale,
-    loss_weights,
-    to_metrics,
-    trained_counts,
-)
+from areal.algorithm.aggregate import TokenStat, local_denominator, loss_scale, loss_weights, to_metrics, trained_counts
 from areal.api.metrics import merge_metrics
 from tests.expect import raises_code
 

@@ -76,12 +76,9 @@ def cut(x):
 
 def slow_value(log_ratios, places, metric, how):
     """The metric of one unit from the formulas of Schulman's note; ratio in the log domain."""
-    each = {
-        "ratio": lambda d: d,
-        "k1": lambda d: -d,
-        "k2": lambda d: d * d / 2,
-        "k3": lambda d: math.exp(d) - 1 - d,
-    }[metric]
+    each = {"ratio": lambda d: d, "k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - 1 - d}[
+        metric
+    ]
     values = [each(cut(log_ratios[u])) for u in places]
     total = {"sum": sum(values), "mean": sum(values) / len(values), "max": max(values)}[how]
     return math.exp(cut(total)) if metric == "ratio" else total

@@ -8,12 +8,7 @@ import torch
 from areal.algorithm.kl import KL_LIMIT, distribution_kl, kl_estimate
 from tests.expect import raises_code
 
-FORMULAS = {
-    "k1": lambda x: x,
-    "k2": lambda x: x * x / 2,
-    "k3": lambda x: math.exp(-x) - 1 + x,
-    "abs": abs,
-}
+FORMULAS = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(-x) - 1 + x, "abs": abs}
 EVERY = [*FORMULAS, *(f"{name}+" for name in FORMULAS)]
 P = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
 Q = torch.tensor([0.2, 0.35, 0.45], dtype=torch.float64)

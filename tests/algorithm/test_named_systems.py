@@ -50,10 +50,7 @@ PROVED: dict[str, dict[str, str]] = {
         "AReaL": "assembly::test_behav_imp_weight_cap_equals_areal",
         "cosmos-rl": "systems::test_behav_imp_weight_cap_equals_cosmos_rl",
     },
-    "truncated importance sampling": {
-        "verl": WEIGHTS_OF_VERL,
-        "ROLL": "assembly::test_truncated_weights_equal_roll",
-    },
+    "truncated importance sampling": {"verl": WEIGHTS_OF_VERL, "ROLL": "assembly::test_truncated_weights_equal_roll"},
     "by sequence": {"verl": WEIGHTS_OF_VERL},
     "by segment, geometric mean": {"ROLL": "systems::test_segment_means_equal_roll"},
     "masked importance sampling": {"verl": "assembly::test_masked_weights_equal_verl"},

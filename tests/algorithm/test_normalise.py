@@ -35,10 +35,7 @@ def slow_normalise(values, groups, config):
 
 
 def _scopes(groups, i):
-    return {
-        "batch": list(range(len(groups))),
-        "group": [j for j in range(len(groups)) if groups[j] == groups[i]],
-    }
+    return {"batch": list(range(len(groups))), "group": [j for j in range(len(groups)) if groups[j] == groups[i]]}
 
 
 def subtracted(values, scopes, config, i):
@@ -67,11 +64,7 @@ def test_equals_the_formula_for_every_option_and_group_layout(
     rows, mean_level, std_level, leave_one_out, unbiased, about
 ):
     config = NormConfig(
-        mean_level=mean_level,
-        std_level=std_level,
-        mean_leave1out=leave_one_out,
-        std_unbiased=unbiased,
-        std_about=about,
+        mean_level=mean_level, std_level=std_level, mean_leave1out=leave_one_out, std_unbiased=unbiased, std_about=about
     )
     values, groups = [v for v, _ in rows], [g for _, g in rows]
     result = normalise(torch.tensor(values, dtype=torch.float64), config, torch.tensor(groups, dtype=torch.int64))

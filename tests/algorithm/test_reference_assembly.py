@@ -104,8 +104,7 @@ def test_masked_weights_equal_verl():
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"),
-    [("truncate", [0.965489397507] * 3 + [1.1] * 3), ("mask", [0.965489397507] * 3 + [0.0] * 3)],
+    ("mode", "expected"), [("truncate", [0.965489397507] * 3 + [1.1] * 3), ("mask", [0.965489397507] * 3 + [0.0] * 3)]
 )
 def test_geometric_weights_equal_verl(mode, expected):
     """verl 0.6.0, rollout_is_level geometric, rollout_is_threshold 1.1."""

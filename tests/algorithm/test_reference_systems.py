@@ -75,9 +75,7 @@ LOSSES = {
     "AReaL ppo": ({}, ADVANTAGES, [-1.2, 0.8, -1.6]),
     "AReaL sequence level": (SEQUENCE, ADVANTAGES, [-0.605706864277] * 3),
     "cosmos-rl aipo_rho 1.1": (
-        {
-            "policy_loss": {"name": "aipo", "rho": 1.1, "truncation": "objective"},
-        },
+        {"policy_loss": {"name": "aipo", "rho": 1.1, "truncation": "objective"}},
         ADVANTAGES,
         [-1.1, 0.75, -1.6],
     ),
@@ -94,30 +92,22 @@ LOSSES = {
     ),
     "ROLL vanilla": ({"policy_loss": "gpg"}, ADVANTAGES, [0.69314718056, -1.203972804326, 3.218875824868]),
     "ROLL cispo_use_unified_mask": (
-        {
-            "policy_loss": {"name": "cispo", "unified_mask": True},
-        },
+        {"policy_loss": {"name": "cispo", "unified_mask": True}},
         ADVANTAGES,
         [0.0, 0.0, 2.575100659895],
     ),
     "ROLL topr, score 1": (
-        {
-            "policy_loss": {"name": "topr", "ratio": "token"},
-        },
+        {"policy_loss": {"name": "topr", "ratio": "token"}},
         GOOD,
         [1.03972077084, 1.805959206489, 2.414156868651],
     ),
     "ROLL topr, score 0": (
-        {
-            "policy_loss": {"name": "topr", "ratio": "token"},
-        },
+        {"policy_loss": {"name": "topr", "ratio": "token"}},
         BAD,
         [-1.03972077084, -1.354469404867, -1.931325494921],
     ),
     "ROLL kimi15": (
-        {
-            "policy_loss": {"name": "kimi15", "tau": 0.1, "ratio": "token"},
-        },
+        {"policy_loss": {"name": "kimi15", "tau": 0.1, "ratio": "token"}},
         ADVANTAGES,
         [0.695636832785, -1.199834755585, 3.221365477093],
     ),
@@ -156,13 +146,7 @@ def test_clip_cov_and_kl_cov_equal_verl(kit):
     tokens = kit.make_tokens(NEW, old=OLD, advantages=advantages, chosen=chosen)
     assert losses(kit, tokens, {"policy_loss": "clip_cov", "eps_clip": 0.9}) == pytest.approx([0.0, 0.75, -1.6])
     chosen = highest_covariances(covariances, draws, EVERY, ratio=0.34, reduce=identity_reduce)
-    found = losses(
-        kit,
-        replace(tokens, columns={CHOSEN: chosen}),
-        {
-            "policy_loss": {"name": "kl_cov", "coef": 1.0},
-        },
-    )
+    found = losses(kit, replace(tokens, columns={CHOSEN: chosen}), {"policy_loss": {"name": "kl_cov", "coef": 1.0}})
     assert found == pytest.approx([-1.026856448686, 0.75, -1.6])
 
 

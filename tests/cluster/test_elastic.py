@@ -10,12 +10,7 @@ from tests.faults.ledger_proof import raw_events
 
 FEW = pytest.param(4, marks=pytest.mark.timeout(1800))
 MANY = pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
-OPTIONS = (
-    "cluster.node_silence_s=3",
-    "recover.retries=50",
-    "launcher.hang_s=60",
-    "evaluator.freq_steps=null",
-)
+OPTIONS = ("cluster.node_silence_s=3", "recover.retries=50", "launcher.hang_s=60", "evaluator.freq_steps=null")
 
 
 class Elastic:

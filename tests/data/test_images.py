@@ -61,10 +61,7 @@ ONE = [START, *[PAD] * 4, END]  # 56 x 56 pixels
         ({"messages": user("a<image>b<image>"), "images": [png(), png(28, 28)]}, [3, *ONE, 4, START, PAD, END]),
         ({"messages": user("ab"), "images": png()}, [*ONE, 3, 4]),
         ({"messages": user({"type": "text", "text": "a"}, {"type": "image", "image": png()})}, [3, *ONE]),
-        (
-            {"messages": user({"type": "image"}, {"type": "text", "text": "a"}), "images": [png()]},
-            [*ONE, 3],
-        ),
+        ({"messages": user({"type": "image"}, {"type": "text", "text": "a"}), "images": [png()]}, [*ONE, 3]),
         ({"messages": user("c"), "images": []}, [5]),
     ],
 )

@@ -53,8 +53,7 @@ def test_a_container_of_srun_is_refused_by_the_other_launchers(launcher, hosts):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "words"),
-    [(ssh, ["--hosts", "node1", "launcher.slurm.separate_jobs=true"]), (slurm, ["--dry-run"])],
+    ("launcher", "words"), [(ssh, ["--hosts", "node1", "launcher.slurm.separate_jobs=true"]), (slurm, ["--dry-run"])]
 )
 def test_two_images_are_refused_where_one_agent_starts_all_roles(launcher, words):
     with raises_code("config.conflict", "launcher.slurm.inference_server_image"):

@@ -117,10 +117,7 @@ def test_a_server_that_leaves_is_out_of_the_registry_before_it_is_stopped(run):
 
 @pytest.mark.parametrize(
     ("words", "values"),
-    [
-        (["--remove-replica", "server-0"], ["server-0"]),
-        (["--remove-replica", "server-7"], ["server-7", "server-0"]),
-    ],
+    [(["--remove-replica", "server-0"], ["server-0"]), (["--remove-replica", "server-7"], ["server-7", "server-0"])],
 )
 def test_impossible_replica_changes_are_refused(run, words, values):
     session = Session(run, [words])
@@ -259,10 +256,7 @@ def test_a_request_without_an_answer_ends_after_its_limit(run, monkeypatch):
         now[0] += seconds
 
     monkeypatch.setattr(attach, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    with (
-        run_lock(run.paths),
-        pytest.raises(LaunchError) as error,
-    ):
+    with run_lock(run.paths), pytest.raises(LaunchError) as error:
         attach.ask(run.paths, Request(action="add-replica"), StatusLine(run.screen), taken_limit_s=0.3)
     assert error.value.code == "launch.no_answer"
     assert list(run.paths.requests.iterdir()) == []

@@ -22,12 +22,7 @@ from areal.api.config import (
 )
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher import attach
-from areal.launcher.attach import (
-    ADDRESSES_VARIABLE,
-    register,
-    wait_until_all_answer,
-    with_attached_servers,
-)
+from areal.launcher.attach import ADDRESSES_VARIABLE, register, wait_until_all_answer, with_attached_servers
 from areal.launcher.preflight import run_lock
 from areal.launcher.status import StatusLine
 from areal.system.discovery import FileRegistry

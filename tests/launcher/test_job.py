@@ -22,13 +22,7 @@ from areal.api.config import (
     TrainDatasetConfig,
     TrainEngineConfig,
 )
-from areal.launcher.job import (
-    another_server,
-    make_plan,
-    parse_env_vars,
-    start_again,
-    trained_bytes,
-)
+from areal.launcher.job import another_server, make_plan, parse_env_vars, start_again, trained_bytes
 from areal.launcher.local import bytes_text, describe, plan_text
 from areal.launcher.placement import Machine
 from areal.models.model_shape import ModelShape
@@ -99,12 +93,7 @@ def test_cores_are_divided_among_processes_that_compute(tmp_path, cores, threads
 
 @pytest.mark.parametrize(
     ("cores", "given", "expected"),
-    [
-        (2, {}, "10000"),
-        (8, {}, "10000"),
-        (8, {"GOMP_SPINCOUNT": "5"}, "5"),
-        (8, {"OMP_WAIT_POLICY": "ACTIVE"}, None),
-    ],
+    [(2, {}, "10000"), (8, {}, "10000"), (8, {"GOMP_SPINCOUNT": "5"}, "5"), (8, {"OMP_WAIT_POLICY": "ACTIVE"}, None)],
 )
 def test_threads_that_wait_for_each_other_sleep_soon(tmp_path, monkeypatch, cores, given, expected):
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):

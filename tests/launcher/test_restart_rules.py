@@ -12,12 +12,7 @@ def death(exit_code, *, was_ready=True, name="trainer-0"):
 
 def decision(*deaths, role="trainer", num_restarts=0, recover=ALWAYS, disk_problem="", others_serve=False):
     return decide(
-        role,
-        deaths,
-        num_restarts=num_restarts,
-        recover=recover,
-        disk_problem=disk_problem,
-        others_serve=others_serve,
+        role, deaths, num_restarts=num_restarts, recover=recover, disk_problem=disk_problem, others_serve=others_serve
     )
 
 

@@ -236,8 +236,7 @@ def test_images_of_a_model_on_the_hub_are_known_before_the_command_is_made(inter
 
     monkeypatch.setattr("areal.models.vision_layout.hub_file", fetch)
     monkeypatch.setattr(
-        "areal.models.vision_layout.cached_hub_file",
-        lambda name, file: tmp_path / file if file in fetched else None,
+        "areal.models.vision_layout.cached_hub_file", lambda name, file: tmp_path / file if file in fetched else None
     )
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 8)
     (tmp_path / "x.yaml").write_text(

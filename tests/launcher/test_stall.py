@@ -198,10 +198,7 @@ def not_begun(run):
                 ("batch 42: 0 of 32 episodes accepted, 0 running",),
             ],
         ),
-        (
-            replica_at_an_old_version,
-            [("server-1", "stale", 41, 42), (2, "server-0", 1), (BATCH,), IN_ROLLOUT],
-        ),
+        (replica_at_an_old_version, [("server-1", "stale", 41, 42), (2, "server-0", 1), (BATCH,), IN_ROLLOUT]),
         (
             no_replica_serves,
             [
@@ -241,13 +238,7 @@ def test_explanations_of_stalls(situation, clauses):
     assert explains(run.line(), *clauses)
 
 
-@pytest.mark.parametrize(
-    ("situation", "first"),
-    [
-        (controller_dead, "controller "),
-        (server_starts_again, "server-1 "),
-    ],
-)
+@pytest.mark.parametrize(("situation", "first"), [(controller_dead, "controller "), (server_starts_again, "server-1 ")])
 def test_a_process_that_is_missing_is_named_first(situation, first):
     run = Watched()
     situation(run)

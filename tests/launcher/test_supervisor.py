@@ -19,12 +19,7 @@ def test_run_ends_when_controller_and_trainers_end(make_run):
     outcome = run(controller=DONE, server_0=SERVE, trainer_0=DONE, trainer_1=DONE)
     assert outcome.status == "completed"
     assert outcome.was_ready
-    assert outcome.exit_codes == {
-        "controller": 0,
-        "server-0": -signal.SIGTERM,
-        "trainer-0": 0,
-        "trainer-1": 0,
-    }
+    assert outcome.exit_codes == {"controller": 0, "server-0": -signal.SIGTERM, "trainer-0": 0, "trainer-1": 0}
     assert outcome.restarts == {}
     assert run.log("trainer-1") == "bye\n"
     assert outcome.peak_rss_bytes > 10 * 2**20

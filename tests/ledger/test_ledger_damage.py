@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 
 from areal.api.errors import LedgerError
 from areal.ledger.audit import audit
-from areal.ledger.event_files import (
-    AppendFile,
-    LedgerReader,
-    events_path,
-    payload_path,
-    read_payload,
-    recover_folder,
-)
+from areal.ledger.event_files import AppendFile, LedgerReader, events_path, payload_path, read_payload, recover_folder
 from areal.ledger.ledger import GroupWriter, Ledger
 from areal.ledger.payload import check_payload
 from areal.ledger.state import LedgerState

@@ -49,10 +49,7 @@ def recorded(one: Setting, folder: Path, monkeypatch) -> RunPaths:
     return paths
 
 
-@pytest.mark.parametrize(
-    ("staleness", "target"),
-    [(0, {}), (1, {}), (3, {}), (3, {"mean": 1.3}), (3, {"ess": 0.9})],
-)
+@pytest.mark.parametrize(("staleness", "target"), [(0, {}), (1, {}), (3, {}), (3, {"mean": 1.3}), (3, {"ess": 0.9})])
 def test_recorded_ends_repeat_the_decisions_of_a_run(tmp_path, monkeypatch, staleness, target):
     one = setting(staleness, servers=2, target_staleness=TargetStaleness(**target))
     actor = replace(one.config.actor, use_decoupled_loss="ess" in target)

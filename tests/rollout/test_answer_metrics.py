@@ -5,14 +5,7 @@ import math
 
 import pytest
 
-from areal.rollout.evaluation import (
-    Graded,
-    answer_metrics,
-    default_ks,
-    estimate,
-    majority_vote,
-    pass_at_k,
-)
+from areal.rollout.evaluation import Graded, answer_metrics, default_ks, estimate, majority_vote, pass_at_k
 
 
 def graded(*pairs):

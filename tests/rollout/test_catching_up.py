@@ -343,10 +343,7 @@ def test_weights_are_requested_immediately_unless_the_batch_exists():
         await rollout_kit.train(controller, range(1))
         lacking = True
         began_s = asyncio.get_running_loop().time()
-        batch, evaluation = (
-            controller.next_batch(1, timeout_s=9.0),
-            controller.evaluate(1, "sampled", timeout_s=9.0),
-        )
+        batch, evaluation = (controller.next_batch(1, timeout_s=9.0), controller.evaluate(1, "sampled", timeout_s=9.0))
         for asking in (batch, evaluation):
             with pytest.raises(WeightsNeeded, match=r"\b1\b"):
                 await asking

@@ -151,15 +151,7 @@ def test_max_staleness_zero_trains_only_on_its_own_version(dynamic_bs, run):
         assert set(trained_ages(shares)) <= {0}
 
 
-@pytest.mark.parametrize(
-    ("on_stale", "num_dropped"),
-    [
-        ("train", 0),
-        ("mask", 0),
-        ("drop", 1),
-        ("wait", 0),
-    ],
-)
+@pytest.mark.parametrize(("on_stale", "num_dropped"), [("train", 0), ("mask", 0), ("drop", 1), ("wait", 0)])
 def test_a_slow_episode_under_each_stale_policy(on_stale, num_dropped):
     """Style guide, appendix B: admission alone does not bound the age of one episode."""
 

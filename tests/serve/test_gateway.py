@@ -19,13 +19,7 @@ from areal.serve.gateway import SAMPLES_AHEAD, Gateway, Keys, TrainerRoutes, mak
 from areal.serve.sampling import SampleBody, Sampling
 from areal.serve.service import ServedModel, Service, failure
 from areal.serve.tenants import MAX_AHEAD
-from areal.serve.wire import (
-    PROTOBUF,
-    LossRequest,
-    RequestAddress,
-    decode_sample,
-    encode_loss_request,
-)
+from areal.serve.wire import PROTOBUF, LossRequest, RequestAddress, decode_sample, encode_loss_request
 from areal.serve.worker import Executor, GatewayClient
 from areal.system.network import Host, http_address, listen
 from tests.run_token import TOKEN

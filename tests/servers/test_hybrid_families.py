@@ -16,13 +16,7 @@ from tests.servers.real_server import RealServer
 from tests.servers.server_kit import TOLERANCE, VLLM_ONLY, Kit, a_request, gap
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "falcon_h1": {
-        "mamba_d_ssm": 128,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 32,
-        "mamba_d_state": 16,
-        "mamba_n_groups": 1,
-    },
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
         "mamba_num_heads": 4,

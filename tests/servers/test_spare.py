@@ -51,10 +51,7 @@ def write_adapter(folder: Path, merged: Path, seed: int) -> None:
         first = torch.randn(RANK, columns, generator=generator) * 0.2
         second = torch.randn(rows, RANK, generator=generator) * 0.2
         place = f"model.layers.1.{target}"
-        tensors |= {
-            f"base_model.model.{place}.lora_A.weight": first,
-            f"base_model.model.{place}.lora_B.weight": second,
-        }
+        tensors |= {f"base_model.model.{place}.lora_A.weight": first, f"base_model.model.{place}.lora_B.weight": second}
         model.get_submodule(place).weight.data += ALPHA / RANK * second @ first
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -78,11 +78,7 @@ run_main(main)
     ("body", "code", "ends"),
     [
         ("pass", 0, ""),
-        (
-            "raise ConfigError('line 1\\n  line 2', code='config.x')",
-            2,
-            "areal: error: line 1 line 2 [config.x]\n",
-        ),
+        ("raise ConfigError('line 1\\n  line 2', code='config.x')", 2, "areal: error: line 1 line 2 [config.x]\n"),
         ("raise ServerUnavailable('nobody there')", 75, "areal: error: nobody there [areal.error]\n"),
         ("raise WeightSyncError('half of them')", 75, "areal: error: half of them [areal.error]\n"),
         ("raise KeyboardInterrupt", 130, ""),

@@ -45,11 +45,7 @@ class Served:
     @property
     def environ(self) -> dict[str, str]:
         """The environment of a client."""
-        given = {
-            "HF_HUB_OFFLINE": "1",
-            "TINKER_TELEMETRY": "0",
-            "PYTHONWARNINGS": "ignore",
-        }
+        given = {"HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0", "PYTHONWARNINGS": "ignore"}
         given |= {"HF_HOME": str(self.clients / "hub")}  # else datasets would find rows of an earlier test
         return os.environ | given | {"TINKER_BASE_URL": self.address, "TINKER_API_KEY": self.key}
 

@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal.api.config import (
-    EvaluatorConfig,
-    GRPOConfig,
-    PPOActorConfig,
-    RecoverConfig,
-    SaverConfig,
-    TrainDatasetConfig,
-)
+from areal.api.config import EvaluatorConfig, GRPOConfig, PPOActorConfig, RecoverConfig, SaverConfig, TrainDatasetConfig
 from areal.api.metrics import Metric
 from areal.system.run_paths import RunPaths
 from areal.trainer.after_step import AfterStep, StepHooks
@@ -140,10 +133,7 @@ def test_a_checkpoint_remembers_what_fired_with_it(toolbox, tmp_path, monkeypatc
     now_s = 0.0
     monkeypatch.setattr("areal.trainer.after_step.time.monotonic", lambda: now_s)
     group = toolbox.RankGroup(1)
-    sections = {
-        "recover": RecoverConfig(mode="auto", freq_secs=100),
-        "saver": SaverConfig(freq_secs=100),
-    }
+    sections = {"recover": RecoverConfig(mode="auto", freq_secs=100), "saver": SaverConfig(freq_secs=100)}
     after, recover, _, _ = make(group, 0, tmp_path, no_hooks(), **sections)
     for step in range(3):
         now_s += 60.0

@@ -164,9 +164,7 @@ def test_a_token_that_a_filter_took_is_not_in_the_mean_that_is_logged(toolbox, m
     batch = toolbox.make_batch([[1, 2, 3]])
     logprob = policy.forward(batch).logprobs
     batch = replace(
-        batch,
-        ref_logprobs=logprob - torch.tensor([0.2, 0.9, 0.0]),
-        policy_mask=torch.tensor([True, False, False]),
+        batch, ref_logprobs=logprob - torch.tensor([0.2, 0.9, 0.0]), policy_mask=torch.tensor([True, False, False])
     )
     values = metric_values(actor.update(actor.with_advantages(batch)))
     assert values["actor/kl_loss"] == pytest.approx(0.018731, abs=1e-6)

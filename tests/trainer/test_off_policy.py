@@ -133,10 +133,7 @@ BYPASS = [
     {
         "policy_loss": "gspo",
         "rollout_correction": section(
-            numerator="training",
-            mode="off",
-            rules=[CorrectionRule(metric="k3", upper=0.05)],
-            drop_from_ratio=True,
+            numerator="training", mode="off", rules=[CorrectionRule(metric="k3", upper=0.05)], drop_from_ratio=True
         ),
     },
 ]

@@ -18,10 +18,7 @@ def slow_cispo(rows, t, *, low=0.2, high=0.2, unified=False, by_sequence=False):
 def test_it_conforms(kit):
     kit.conforms(lambda rows, t: slow_cispo(rows, t), policy_loss="cispo")
     kit.conforms(
-        lambda rows, t: slow_cispo(rows, t, low=1.0, high=0.3),
-        policy_loss="cispo",
-        eps_clip=-1.0,
-        eps_clip_higher=0.3,
+        lambda rows, t: slow_cispo(rows, t, low=1.0, high=0.3), policy_loss="cispo", eps_clip=-1.0, eps_clip_higher=0.3
     )
     kit.conforms(
         lambda rows, t: slow_cispo(rows, t, low=0.1, high=0.3, unified=True),

@@ -15,8 +15,7 @@ def slow_kimi(rows, t, tau, ratio):
 @pytest.mark.parametrize("ratio", ["trajectory", "token"])
 def test_it_conforms(kit, ratio):
     kit.conforms(
-        lambda rows, t: slow_kimi(rows, t, 0.7, ratio),
-        policy_loss=kit.section("kimi15", tau=0.7, ratio=ratio),
+        lambda rows, t: slow_kimi(rows, t, 0.7, ratio), policy_loss=kit.section("kimi15", tau=0.7, ratio=ratio)
     )
 
 

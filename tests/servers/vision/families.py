@@ -38,10 +38,7 @@ _FILES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "internvl": {
         "preprocessor": {"image_processor_type": "GotOcr2ImageProcessor", "processor_class": "InternVLProcessor"},
-        "video_preprocessor": {
-            "video_processor_type": "InternVLVideoProcessor",
-            "size": {"height": 28, "width": 28},
-        },
+        "video_preprocessor": {"video_processor_type": "InternVLVideoProcessor", "size": {"height": 28, "width": 28}},
         "processor": {"processor_class": "InternVLProcessor", "image_seq_length": 4},
     },
     "idefics3": {
@@ -60,7 +57,7 @@ _NAMED_TOKENS = {
         "end_image_token": "</img>",
         "context_image_token": "<IMG_CONTEXT>",
         "video_token": "<video>",
-    },
+    }
 }
 
 
