@@ -107,10 +107,8 @@ def broken_by(rule: CorrectionRule, log_ratio: Tensor, spans: Spans) -> Tensor:
 
 _STEP_BITS = 40
 _DIGIT_BITS = 10
-_NUM_DIGITS = 5
-"""Second moments are counted in steps of 2^-40; the largest, 20^2 * 2^40, has 49 of the 50 bits."""
-_HALF = 20
-"""Sums are taken of the upper and the lower 20 bits apart: both stay exact in float64 up to 2e7 tokens."""
+_NUM_DIGITS = 5  # Second moments are counted in steps of 2^-40; the largest, 20^2 * 2^40, has 49 of the 50 bits.
+_HALF = 20  # Sums are taken of the upper and the lower 20 bits apart: both stay exact in float64 up to 2e7 tokens.
 
 
 def second_moment_kept(log_ratio: Tensor, mask: Tensor, threshold: float, *, reduce: Reduce) -> Tensor:

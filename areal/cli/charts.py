@@ -13,8 +13,7 @@ from areal.observe.trace import WAIT
 
 LANE = "lane/"
 """Begins the names of columns with shares of the time of a step."""
-_MIN_LANE = 0.01
-"""Least mean share of a phase that has a lane."""
+_MIN_LANE = 0.01  # Least mean share of a phase that has a lane.
 _COUNTED = ("rollout", "publish_weights", "after_step")
 """Phases without a lane: the lanes of the waits show the first two, and the last one is not part of its step."""
 

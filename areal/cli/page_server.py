@@ -24,10 +24,8 @@ from areal.system.run_paths import RunPaths
 _CHOICES = {"newest": (), "best": ("--best", "8"), "worst": ("--worst", "8"), "rejected": ("--rejected",)}
 """What the page may ask for -> the words of `areal show`."""
 _MAX_SAMPLES = 8
-_SILENT_S = 15.0
-"""Without news, a comment is sent after this time: it finds connections that the browser has left."""
-_SEND_S = 30.0
-"""A browser that takes no data for this long is disconnected."""
+_SILENT_S = 15.0  # Without news, a comment is sent after this time: it finds connections that the browser has left.
+_SEND_S = 30.0  # A browser that takes no data for this long is disconnected.
 _HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",

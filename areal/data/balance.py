@@ -3,8 +3,7 @@
 import heapq
 from collections.abc import Sequence
 
-_Part = tuple[int, int, list[int]]
-"""Minus the sum of the sizes, first index of the list, indices."""
+_Part = tuple[int, int, list[int]]  # Minus the sum of the sizes, first index of the list, indices.
 
 
 def balanced_parts(sizes: Sequence[int], num_parts: int) -> list[list[int]]:

@@ -99,8 +99,7 @@ EncodedT = TypeVar("EncodedT", EncodedRow, EncodedPair)
 _ANSWERS = {"answer", "answers", "final_answer", "ground_truth", "solution", "target", "label", "reward_model", "tests"}
 """Columns that rewards compare with."""
 _EXACT_FLOATS = 2**53  # Above, a float no longer has the last digit of an integer.
-_MORE_ROWS = 64
-"""Rows that are read beyond the first, because a map_fn and limits of length may drop some."""
+_MORE_ROWS = 64  # Rows that are read beyond the first, because a map_fn and limits of length may drop some.
 _GSM8K_INSTRUCTION = "\n\nThink step by step. End with a line that holds only #### and the final number, like: #### 42"
 
 

@@ -7,8 +7,7 @@ token that follows.
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""The end of a text whose last token ends inside a character."""
+_BROKEN = "\N{REPLACEMENT CHARACTER}"  # The end of a text whose last token ends inside a character.
 
 
 class Decoder(Protocol):

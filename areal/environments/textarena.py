@@ -22,8 +22,7 @@ from areal.environments.workflow import EnvironmentWorkflow
 from areal.system.durable import append_whole, finish_interrupted_writes
 from areal.system.process import ProcessContext
 
-_OPPONENT = "opponent_policy"
-"""Key that is added to a row: the adapter of the opponent."""
+_OPPONENT = "opponent_policy"  # Key that is added to a row: the adapter of the opponent.
 
 
 def opponent_steps(options: Mapping[str, Any]) -> int | None:

@@ -127,8 +127,7 @@ def register(registry: NameRegistry, urls: Sequence[str]) -> None:
         registry.add(f"servers/{index}", json.dumps({"address": url, "pid": None}), replace=True)
 
 
-_TAKEN_LIMIT_S = 20.0
-"""A launcher reads requests 20 times a second."""
+_TAKEN_LIMIT_S = 20.0  # A launcher reads requests 20 times a second.
 _POLL_S = 0.1
 _REQUEST, _ANSWER = ".request.json", ".answer.json"
 

@@ -123,12 +123,10 @@ class LocalBackend(ProcessBackend):
         self._preloaded = preloaded
         self._processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
         self._logs: dict[str, tuple[Path, int]] = {}  # with the size at the process's start
-        self._memory_kills = _memory_kills()
-        """Kills whose process is known, or was not of this run."""
+        self._memory_kills = _memory_kills()  # Kills whose process is known, or was not of this run.
         self._beats = NodeBeats()
         self._resident: dict[str, int] = {}
-        self._out_of_memory = set[str]()
-        """Processes that the kernel ended at a limit of memory."""
+        self._out_of_memory = set[str]()  # Processes that the kernel ended at a limit of memory.
 
     def start(self, planned: PlannedProcess) -> int:
         log = Path(planned.log_path)

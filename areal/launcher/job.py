@@ -32,11 +32,9 @@ from areal.system.run_paths import RunPaths
 # ----------------------------------------------------------------------------------------------------------------------
 # Rules of a plan that depend on GPUs: how weights travel, variables of the processes, time limits. Pure functions.
 
-_CONNECT_S = 300
-"""Longest wait of NCCL for the ranks of a group, in seconds: the time limit of one weight bucket."""
+_CONNECT_S = 300  # Longest wait of NCCL for the ranks of a group, in seconds: the time limit of one weight bucket.
 _GPU_START_S = 1800.0
-_BYTES_PER_S = 50e6
-"""Assumed speed of reading a checkpoint over a slow shared disk."""
+_BYTES_PER_S = 50e6  # Assumed speed of reading a checkpoint over a slow shared disk.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,7 @@ LIBRARY_BYTES = 2**29
 """Python, torch and transformers in one process."""
 CARD_SHARE = 0.95
 """The rest is for the CUDA context and fragments."""
-_PINNED = 1.5
-"""Torch rounds each piece of memory that a GPU copies to up to a power of two bytes."""
+_PINNED = 1.5  # Torch rounds each piece of memory that a GPU copies to up to a power of two bytes.
 _BLOCK_LOGITS = {True: 2**26, False: 2**22}
 """The rank has a GPU -> logits that the head computes at a time (`areal.engine.linear_logprobs`)."""
 

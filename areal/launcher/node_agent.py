@@ -50,8 +50,7 @@ from areal.system.run_paths import RunPaths
 
 _LOOK_S = 0.05
 _HELLO_LIMIT_S = 30.0
-_REPORT_S = 1.0
-"""The longest time between two reports, which contain the heartbeats."""
+_REPORT_S = 1.0  # The longest time between two reports, which contain the heartbeats.
 
 
 class NodeAgent:

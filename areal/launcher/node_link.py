@@ -155,10 +155,8 @@ class CommandTransport:
 
 
 _START_LIMIT_S = 20.0
-_ANSWER_LIMIT_S = 3.0
-"""The supervisor's loop waits at most this long for log lines or stacks of a node."""
-_SEEN_LIMIT_S = 10.0
-"""A shared folder must show a file that another node has renamed into place within this time."""
+_ANSWER_LIMIT_S = 3.0  # The supervisor's loop waits at most this long for log lines or stacks of a node.
+_SEEN_LIMIT_S = 10.0  # A shared folder must show a file that another node has renamed into place within this time.
 _CLOSE_LIMIT_S = 5.0
 _KEPT_LINES = 50
 

@@ -56,12 +56,10 @@ class NodeChoice:
         self._gpu_limit = gpu_limit
         self._connect = connect
         self._connect_limit_s = connect_limit_s
-        self._since_s: dict[str, float] = {}
-        """Node -> start of the pending connection."""
+        self._since_s: dict[str, float] = {}  # Node -> start of the pending connection.
         self._open_run = open_run
         self._pending: dict[str, NodeLink] = {}
-        self._placed: dict[str, tuple[NodeLink, Place]] = {}
-        """Process -> place of its last start."""
+        self._placed: dict[str, tuple[NodeLink, Place]] = {}  # Process -> place of its last start.
 
     def is_connected(self, name: str) -> bool:
         return name in self._links and not self._links[name].lost
@@ -147,8 +145,7 @@ class NodeChoice:
 
 FORWARDED = ("HF_", "NCCL_", "WANDB_", "SWANLAB_", "AREAL_TEACHER_", "PYTHONPATH")
 """Environment variables of the launcher that processes on other machines also get, by the beginning of their names."""
-_CLOCK_S = 2.0
-"""A larger difference of two clocks is reported."""
+_CLOCK_S = 2.0  # A larger difference of two clocks is reported.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,8 +241,7 @@ class NodesBackend(ProcessBackend):
         """`agent_for` returns the agent that runs a process, connected again if it was lost, and what it starts."""
         self._agent_for = agent_for
         self._forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-        self._links: dict[str, NodeLink] = {}
-        """Process -> link to its node."""
+        self._links: dict[str, NodeLink] = {}  # Process -> link to its node.
         self._places: dict[str, tuple[Host, tuple[str, ...]]] = {}
         self._unreachable: dict[str, Ended] = {}
 

@@ -451,8 +451,7 @@ _HEAD = "score.weight"
 _NOT_ADAPTED = ("lm_head", "embed_tokens", "wte", "wpe")
 """Endings of modules with a matrix that are no linear layer with an adapter."""
 _OTHER_WAYS = "--overwrite deletes it and starts again, trial_name=NAME starts another run"
-_SPARE_BYTES = 64 * 2**20
-"""Free space that a run needs in addition to its weights, for ledger, logs and metrics."""
+_SPARE_BYTES = 64 * 2**20  # Free space that a run needs in addition to its weights, for ledger, logs and metrics.
 _FULL_BYTES = 2**20
 
 

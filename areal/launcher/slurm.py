@@ -54,10 +54,8 @@ from areal.system.run_paths import RunPaths
 # Follows a Slurm job: shows why it waits, the lines of its run while it runs, and why it ended.
 
 _POLL_S = 0.5
-_LOOK_S = 3.0
-"""Seconds between two questions to the controller of Slurm, which all users share."""
-_REQUEUE_S = 15.0
-"""Seconds after which a job that Slurm may put back into the queue has ended for certain."""
+_LOOK_S = 3.0  # Seconds between two questions to the controller of Slurm, which all users share.
+_REQUEUE_S = 15.0  # Seconds after which a job that Slurm may put back into the queue has ended for certain.
 _SHOWN_LINES = 10
 _STATUS = re.compile(r"step \d+/|waiting \d+ s for ")
 
@@ -111,11 +109,9 @@ class Follower:
         self._is_alone = is_alone
         self.phase = "pending"
         self._lines = FollowedLog(self._log)
-        self._allocation: int | None = None
-        """Restarts of the job when it was last seen running."""
+        self._allocation: int | None = None  # Restarts of the job when it was last seen running.
         self._ended_s: float | None = None
-        self._due_s = float("-inf")
-        """When the controller is asked next."""
+        self._due_s = float("-inf")  # When the controller is asked next.
 
     def run(self, *, from_start: bool) -> int:
         """Returns the exit status: 0 completed, 1 failed, 2 could not start, 130 cancelled.
@@ -361,8 +357,7 @@ def _say(text: str) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # A sweep: one run for each combination of values, as an array of Slurm jobs, followed together.
 
-_LOOK_S_PER_JOB = 0.3
-"""The controller of Slurm is asked about three jobs per second at most."""
+_LOOK_S_PER_JOB = 0.3  # The controller of Slurm is asked about three jobs per second at most.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

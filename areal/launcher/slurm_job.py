@@ -607,11 +607,9 @@ class JobsCluster:
         self._environ = environ
         self._say = say
         self._components = {name: component for component in components_of(config) for name in component.node_names}
-        self._jobs: dict[str, str] = {}
-        """Component -> job."""
+        self._jobs: dict[str, str] = {}  # Component -> job.
         self._nodes: NodeCluster | None = None
-        self._looked_s: dict[str, float] = {}
-        """When Slurm was last asked about the job of a lost node."""
+        self._looked_s: dict[str, float] = {}  # When Slurm was last asked about the job of a lost node.
 
     def machines(self) -> Sequence[Machine]:
         """Submit all jobs, wait until they run, and connect to their nodes. LaunchError when one cannot start."""
@@ -738,8 +736,7 @@ class JobsBackend(NodesBackend):
         super().__init__(choice.agent_for)
         self._choice = choice
         self._jobs = jobs
-        self._replaced = set[str]()
-        """Nodes of servers that got a new job since they were last connected."""
+        self._replaced = set[str]()  # Nodes of servers that got a new job since they were last connected.
 
     def new_host(self, name: str) -> Host | None:
         self._jobs.add_server(name)

@@ -40,8 +40,7 @@ from areal.system.run_paths import RunPaths
 _LOOK_INTERVAL_S = 0.5
 _MAX_PER_LOOK_S = 1.0
 """The maximum that one look adds to a silence: a launcher that was stopped itself has seen no heartbeats."""
-_DUMP_S = 1.0
-"""Time for a hung process to write its stacks before it is killed."""
+_DUMP_S = 1.0  # Time for a hung process to write its stacks before it is killed.
 
 
 class SilenceTimer:
@@ -76,8 +75,7 @@ class LivenessWatch:
         self._backend = backend
         self._hang_s = hang_s
         self._silences = SilenceTimer()
-        self._rejections: set[str] = set()
-        """Ids of connections to servers with wrong weights that were reported."""
+        self._rejections: set[str] = set()  # Ids of connections to servers with wrong weights that were reported.
         self._looked_s: float | None = None
         self._dump_requested: dict[str, int] = {}
 
@@ -312,8 +310,7 @@ _COUNTERS = ("step", "version", "updating_to", "admitted", "accepted", "rejected
 _COUNTERS += ("generated_tokens", "awaited")  # the latter contains the progress of an evaluation
 SLOW_STEP_S, SLOW_STEPS = 30.0, 10
 """A train step is slow after this time and after this number of mean steps, also while single episodes still end."""
-_MIN_STEPS = 3
-"""Train steps whose time is known before one can be slow."""
+_MIN_STEPS = 3  # Train steps whose time is known before one can be slow.
 _MAX_SHARE_PER_LOOK = 0.25
 """Share of stall_s that one look adds at most: a launcher that was stopped itself has seen no progress."""
 
@@ -443,8 +440,7 @@ def _counters(status: dict[str, Any]) -> object:
 _TIMEOUT_S = 0.5
 _PLAIN_INTERVAL_S = 10.0
 _TAIL_BYTES = 1 << 16
-_WAITING_S = 5.0
-"""After this time within one step the line also shows what the run waits for."""
+_WAITING_S = 5.0  # After this time within one step the line also shows what the run waits for.
 
 
 class Source(Protocol):

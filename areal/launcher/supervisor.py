@@ -135,8 +135,7 @@ class ReplicaChanges:
         self._say = say
         self._clock = clock
         self._requests: dict[str, Request] = {}  # by the name of the server that joins or leaves
-        self._since: dict[str, float] = {}
-        """When a server began to join or to leave."""
+        self._since: dict[str, float] = {}  # When a server began to join or to leave.
         self._refusal = ""
 
     @property

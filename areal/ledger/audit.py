@@ -347,12 +347,9 @@ class AuditRules:
     _next_step: int = 0
     _trained: int | None = None
     _version: int | None = None
-    _highest: int = -1
-    """The highest policy version so far."""
-    _offset: int | None = None
-    """Policy version minus train step, constant during a run."""
-    _lacking: int = 0
-    """Episodes that the batches so far have less than batch_size each."""
+    _highest: int = -1  # The highest policy version so far.
+    _offset: int | None = None  # Policy version minus train step, constant during a run.
+    _lacking: int = 0  # Episodes that the batches so far have less than batch_size each.
     _unconfirmed: int | None = None
     """A version published out of order: valid only if a trainer attaches at it before any other event depends on it."""
 

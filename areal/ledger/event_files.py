@@ -34,8 +34,7 @@ from areal.system.durable import fsync_path
 FIRST_S = 2.0
 """The first line is written after this time."""
 BETWEEN_S = 1.0
-_STEPS_PER_CHECK = 256
-"""Steps between two reads of the clock."""
+_STEPS_PER_CHECK = 256  # Steps between two reads of the clock.
 
 
 class Progress:

@@ -31,8 +31,7 @@ _MAGIC = b"ART1"
 _HEAD = struct.Struct("<4sIQIII")  # magic, CRC-32, episode id, trajectories, tokens, bytes of the header
 _CHECKED_FROM = 8
 
-_RECORD = ColumnSpec("record", "u1", per="group", show="")
-"""`TrajectoryGroup.record`."""
+_RECORD = ColumnSpec("record", "u1", per="group", show="")  # `TrajectoryGroup.record`.
 
 
 class TrajectoryError(ArealError, ValueError):
@@ -171,8 +170,7 @@ def _checked_length(trajectory: Trajectory, *, is_scored: bool) -> int:
     return size
 
 
-_SHORT = 128
-"""Up to this number of tokens, the functions of Python are faster than arrays."""
+_SHORT = 128  # Up to this number of tokens, the functions of Python are faster than arrays.
 _FLOAT_MAX = 3.4e38
 _Pieces: TypeAlias = "tuple[bytes | bytearray | memoryview | array[Any], ...]"
 _Body: TypeAlias = "tuple[_Pieces, tuple[tuple[int, int, int], ...], int]"

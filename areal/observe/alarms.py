@@ -91,8 +91,7 @@ class AlarmRules:
     def __init__(self, chosen: Iterable[ChosenAlarm]) -> None:
         self._chosen = tuple(chosen)
         self._rows: deque[Row] = deque(maxlen=WINDOW)
-        self._beyond: dict[str, int] = {}
-        """Consecutive steps beyond the limit."""
+        self._beyond: dict[str, int] = {}  # Consecutive steps beyond the limit.
         self._within: dict[str, int] = {}
         """Consecutive steps within the limit since the alarm was raised; no entry = it was not raised."""
 

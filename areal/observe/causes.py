@@ -9,8 +9,7 @@ REMEDIES = {
     "sampling": "set gconfig.top_p=1 and no gconfig.top_k: the loss does not know the tokens that they leave out",
     "drift": "train on the tokens that the server returned (`areal test-workflow`); no weight_update: keep_cache",
 }
-_MIN_NATS = 1e-3
-"""Below it the policies are equal for every purpose of training."""
+_MIN_NATS = 1e-3  # Below it the policies are equal for every purpose of training.
 
 
 def causes_text(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -34,8 +34,7 @@ def configure_logging(level: str = "INFO", process_name: str = "main") -> None:
 # The logger of an HTTP server: one counted line per kind of failed request and minute, instead of tracebacks.
 
 _INTERVAL_S = 60.0
-_CLIENTS_FAULT = (HTTPException, *BROKEN_BODY)
-"""Malformed, or its client closed the connection before the answer."""
+_CLIENTS_FAULT = (HTTPException, *BROKEN_BODY)  # Malformed, or its client closed the connection before the answer.
 
 
 class HttpLogger(logging.Logger):

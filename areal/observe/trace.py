@@ -32,8 +32,7 @@ Event = Mapping[str, Any]
 Interval = tuple[float, float]
 """Start and end, microseconds."""
 OTHER = "other"
-_SHOWN = 0.0005
-"""Smallest share of a part in the text."""
+_SHOWN = 0.0005  # Smallest share of a part in the text.
 
 
 WAIT = "wait_"
@@ -159,8 +158,7 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 
 _FLUSH_EVENTS = 1000
-_FLUSH_S = 2.0
-"""Limits for processes without train steps."""
+_FLUSH_S = 2.0  # Limits for processes without train steps.
 
 
 class ChromeTracer:

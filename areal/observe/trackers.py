@@ -353,16 +353,11 @@ def _limited_request() -> Iterator[None]:
 
 FIRST_REQUEST = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 """Limits of the first request to an MLflow server: two tries of 10 s. Its variables in the environment come first."""
-_WAIT_S = 30.0
-"""Longest wait for an MLflow server at a recovery checkpoint and at the end of a run."""
-_MAX_CALLS = 1000
-"""Most requests that wait for an MLflow server."""
-_PARAMETERS = 100
-"""MLflow's limit of parameters in a request."""
-_PARAMETER_LENGTH = 6000
-"""MLflow's limit of a parameter's length, in characters."""
-_MLFLOW_NAME = re.compile(r"[^\w\-./: ]")
-"""What MLflow refuses in the name of a metric."""
+_WAIT_S = 30.0  # Longest wait for an MLflow server at a recovery checkpoint and at the end of a run.
+_MAX_CALLS = 1000  # Most requests that wait for an MLflow server.
+_PARAMETERS = 100  # MLflow's limit of parameters in a request.
+_PARAMETER_LENGTH = 6000  # MLflow's limit of a parameter's length, in characters.
+_MLFLOW_NAME = re.compile(r"[^\w\-./: ]")  # What MLflow refuses in the name of a metric.
 
 
 def _run_name(config: BaseExperimentConfig) -> str:

@@ -35,8 +35,7 @@ MEMORY_SHARE, PREFILL_SHARE, TRAIN_SHARE, LINK_SHARE = 0.7, 0.5, 0.4, 0.5
 STEP_OVERHEAD_S, REDUCE_S = 0.003, 10e-6
 """Time of a decode step without its computation (scheduling, sampling, launches), and of each of two sums over the
 cards of a server in each layer. Assumptions."""
-_WIDTH = 2.0
-"""Bytes of a number of the weights and the cache."""
+_WIDTH = 2.0  # Bytes of a number of the weights and the cache.
 
 
 def card_times(name: str, config: PPOConfig, *, tokens: float) -> ServiceTimes:

@@ -26,8 +26,7 @@ from areal.system.run_paths import RunPaths
 
 WARMUP_STEPS = 2
 """The first steps of a run compile, allocate and fill caches."""
-_MAX_EPISODES = 4000
-"""The newest accepted episodes whose payloads are read."""
+_MAX_EPISODES = 4000  # The newest accepted episodes whose payloads are read.
 _MIN_ANSWERS = 10
 _BEFORE = (
     "scores",

@@ -21,8 +21,7 @@ from areal.planner.service import ServerTimes
 from areal.system.network import LOOPBACK
 
 VOCABULARY = 1000
-_ENOUGH = 1e-4
-"""A sequence whose mark is this near has ended: the loop calls a timer up to 1e-9 s early."""
+_ENOUGH = 1e-4  # A sequence whose mark is this near has ended: the loop calls a timer up to 1e-9 s early.
 
 
 class Cores:
@@ -96,8 +95,7 @@ class SimulatedServer(Replica):
         self._speed = 1.0
         self._timer: asyncio.TimerHandle | None = None
         self._is_paused = False
-        self._known: dict[str, int] = {}
-        """Tokens of the common beginning of a group that the cache holds."""
+        self._known: dict[str, int] = {}  # Tokens of the common beginning of a group that the cache holds.
         self._calls: dict[_Sequence, None] = {}
 
     # The client

@@ -36,8 +36,7 @@ from areal.workflow.scoring import new_request, single_turn_rows
 _MANY, _LEAST_BATCH, _LEAST_SERVERS, _LEAST_EACH = 4_000, 8, 8, 16
 """Requests of one simulation, episodes of a batch, servers, and episodes of a batch for each of these that are enough:
 with fewer the loads of the servers differ more than in the run."""
-_CALL_S = 3600.0
-"""Longest wait of one call of the trainer; it repeats the call."""
+_CALL_S = 3600.0  # Longest wait of one call of the trainer; it repeats the call.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,8 +366,7 @@ class _Trainer:
         self._setting, self._controller, self._log, self._outcome = setting, controller, log, outcome
         self._work = _Work(cores, setting.dp_size)
         self._rng = random.Random(setting.seed + 1)
-        self._sent: WeightUpdate | None = None
-        """What the servers install, until it was waited for."""
+        self._sent: WeightUpdate | None = None  # What the servers install, until it was waited for.
 
     async def run(self) -> None:
         setting, controller, times = self._setting, self._controller, self._setting.times.trainer

@@ -78,10 +78,8 @@ class RolloutClient:
         self._address = address
         self._known: str | None = None
         """The address of the last answer. It is looked up again only after a failure: the registry may be down."""
-        self._idle: list[http.client.HTTPConnection] = []
-        """Open connections to it: at most one for each thread."""
-        self._probe: tuple[int, bytes] | None = None
-        """Version and answer of the last weight update."""
+        self._idle: list[http.client.HTTPConnection] = []  # Open connections to it: at most one for each thread.
+        self._probe: tuple[int, bytes] | None = None  # Version and answer of the last weight update.
         self._run_id = run_id
         self._token = token
         self._reconnect_s = reconnect_s
@@ -91,8 +89,7 @@ class RolloutClient:
         self._transfer = transfer
         self._payloads = PayloadReader(ledger) if ledger is not None and transfer != "http" else None
         self._checkpoint_request = checkpoint_request
-        self._interrupted_at = -1
-        """The train step whose wait was interrupted for a checkpoint."""
+        self._interrupted_at = -1  # The train step whose wait was interrupted for a checkpoint.
 
     @classmethod
     def from_registry(

@@ -75,16 +75,14 @@ class EpisodeAlarms:
         """
         self._chosen = {one.rule.name: one for one in chosen if one.rule.per == "episode"}
         self._num_ended = 0
-        self._beyond: dict[str, int] = {}
-        """The number of ended episodes when an alarm was last beyond its limit."""
+        self._beyond: dict[str, int] = {}  # The number of ended episodes when an alarm was last beyond its limit.
         self._path = path
         self._steps_done, self._invalid_answers, self._on_stop = steps_done, invalid_answers, on_stop
         self._size = WINDOW_BATCHES * batch_size
         self._window: deque[tuple[int, Sequence[str]]] = deque()
         """The number and the signs of the newest ended episodes that have any."""
         self._counts: Counter[str] = Counter()
-        self._details: dict[str, str] = {}
-        """The newest cause of each alarm."""
+        self._details: dict[str, str] = {}  # The newest cause of each alarm.
         self._looked_s = float("-inf")
         self._num_invalid = 0
         self._has_stopped = False
@@ -615,18 +613,14 @@ class Executor:
         self._may_send = asyncio.Event()
         self._may_send.set()
         self._tasks: dict[int, _Running] = {}  # in the order of their deadlines
-        self._timer: asyncio.TimerHandle | None = None
-        """Looks at the oldest episodes: all have one time limit."""
+        self._timer: asyncio.TimerHandle | None = None  # Looks at the oldest episodes: all have one time limit.
         self._dropped: list[asyncio.Task[None]] = []  # cancelled; their episodes run again
         self._to_restart = deque(state.running)  # same ids, next attempt; they wait for room like new ones
         self.first_failure = ""
         """Id and cause of the first episode in this process that failed, or in which an agent failed; empty = none."""
-        self._num_stuck = 0
-        """Episodes that exceeded rollout.episode_timeout_s."""
-        self._admits_more = False
-        """The next turn of the loop starts more episodes."""
-        self._dropped_below = 0
-        """Waiting episodes with older tokens are rejected."""
+        self._num_stuck = 0  # Episodes that exceeded rollout.episode_timeout_s.
+        self._admits_more = False  # The next turn of the loop starts more episodes.
+        self._dropped_below = 0  # Waiting episodes with older tokens are rejected.
 
     def why_closed(self) -> str:
         """Why no episode may start; empty while one may."""

@@ -20,10 +20,8 @@ from areal.api.config import PPOConfig
 from areal.ledger.state import AcceptedEpisode, LedgerState
 
 _LEAD, _USED = "setpoint/lead", "setpoint/used_lead"
-_GAIN = 0.3
-"""Weight of one batch, which is a noisy measurement, in the mean of the reciprocal lead."""
-_MOST = 2.0
-"""Largest factor by which one batch changes its lead."""
+_GAIN = 0.3  # Weight of one batch, which is a noisy measurement, in the mean of the reciprocal lead.
+_MOST = 2.0  # Largest factor by which one batch changes its lead.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

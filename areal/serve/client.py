@@ -164,8 +164,7 @@ class Policy:
         self._client, self.name, self.settings = client, name, settings
         self.version = 0
         """Optimiser steps and loads so far."""
-        self._served = ""
-        """The adapter of the newest samples; empty = the base model."""
+        self._served = ""  # The adapter of the newest samples; empty = the base model.
         self._served_version = 0
         self._publishing = asyncio.Lock()
 

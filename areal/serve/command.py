@@ -24,8 +24,7 @@ from areal.system.network import LOOPBACK
 from areal.system.run_paths import RunPaths
 
 PORT = 8765
-_KEY_START = "tml-"
-"""The SDK refuses keys that begin otherwise."""
+_KEY_START = "tml-"  # The SDK refuses keys that begin otherwise.
 
 
 def run_serve(words: Sequence[str]) -> int:

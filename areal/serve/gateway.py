@@ -231,8 +231,7 @@ class Gateway:
         self._lost = {name: (one.first, one.limit) for name, one in self._tenants.numbers.items()}
         """Queue -> the samples that an earlier gateway may not have answered."""
         open_sessions = [name for name in self._tenants.sessions if name not in self._tenants.ended]
-        self._heard = dict.fromkeys(open_sessions, time.monotonic())
-        """Session -> when something was heard of it."""
+        self._heard = dict.fromkeys(open_sessions, time.monotonic())  # Session -> when something was heard of it.
 
     def routes(self) -> list[web.RouteDef]:
         posts: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = {

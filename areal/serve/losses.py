@@ -18,8 +18,7 @@ from areal.data.pack import token_positions
 from areal.serve.wire import Datum, LossRequest
 
 TARGETS = "target_tokens"
-_DEFAULTS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
-"""Loss -> default clip_low_threshold and clip_high_threshold."""
+_DEFAULTS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}  # Loss -> default clip_low_threshold and clip_high_threshold.
 NO_FORMULA = ("stable_reinforce",)
 """Losses of the service of Thinking Machines without a published formula."""
 
@@ -98,8 +97,7 @@ _LOSSES: Mapping[str, tuple[Callable[[Tensor, LossInputs], Tensor], tuple[str, .
 }
 """Name -> the losses of positions, [T, K], and the inputs that the request must have."""
 _PER_TOKEN = ("clip_low_threshold", "clip_high_threshold")
-_NEEDED = {"gspo": _PER_TOKEN, "dro": ("beta",)}
-"""Settings without a default."""
+_NEEDED = {"gspo": _PER_TOKEN, "dro": ("beta",)}  # Settings without a default.
 
 
 def checked_loss(request: LossRequest) -> None:

@@ -97,8 +97,7 @@ class AdapterPool:
 
     def __init__(self, fleet: Fleet, limit: int) -> None:
         self._fleet, self._limit = fleet, limit
-        self._loaded: dict[str, asyncio.Task[None]] = {}
-        """Name -> the load, in the order of the last use."""
+        self._loaded: dict[str, asyncio.Task[None]] = {}  # Name -> the load, in the order of the last use.
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._users: Counter[str] = Counter()
         self._changed = asyncio.Condition()
@@ -175,12 +174,9 @@ class Sampling:
         self._adapters = AdapterPool(fleet, max_adapters)
         self.has_started = asyncio.Event()
         """The owner sets it when the fleet has started. Requests wait for it."""
-        self._tasks: dict[str, asyncio.Task[bytes]] = {}
-        """Samples by their ids."""
-        self._named: Counter[Path] = Counter()
-        """Folders of adapters -> the samples without a result that use them."""
-        self._queues: dict[str, CompletionQueue] = {}
-        """By the sampling session with its clone."""
+        self._tasks: dict[str, asyncio.Task[bytes]] = {}  # Samples by their ids.
+        self._named: Counter[Path] = Counter()  # Folders of adapters -> the samples without a result that use them.
+        self._queues: dict[str, CompletionQueue] = {}  # By the sampling session with its clone.
 
     def start(self, request_id: str, body: SampleBody, adapter: Path | None) -> None:
         """Begin a sample. `adapter`: its folder; None = the base model. A wrong request fails as its result."""

@@ -82,8 +82,7 @@ class Service:
         self._number = 0
         self._command: Command | None = None
         self._body = b""
-        self._reported: set[int] = set()
-        """The ranks that have executed the command."""
+        self._reported: set[int] = set()  # The ranks that have executed the command.
         self._result = b"", False
         self.is_sampled: Callable[[Path], bool] = lambda _adapter: False
         """Whether samples need the adapter in a folder. Who samples sets it."""

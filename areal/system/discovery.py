@@ -182,8 +182,7 @@ def _inode(path: Path) -> int | None:
 # so that a member that was stopped or cut off costs one time limit and then another member is asked. No gRPC threads
 # run in processes that start other processes, and no version of protobuf is required besides those of the servers.
 
-_REQUEST_S = 3.0
-"""Time limit of one request to one member. A new leader is elected within about two seconds."""
+_REQUEST_S = 3.0  # Time limit of one request to one member. A new leader is elected within about two seconds.
 _PAUSE_S = 0.2
 _REPORTED_AFTER_S = 2.0
 _API = "/v3/"
@@ -318,11 +317,9 @@ def _grpc_code(error: Exception) -> int | None:
 # ----------------------------------------------------------------------------------------------------------------------
 # The name registry in etcd: names expire with their process, and readers follow a watch instead of polling.
 
-_SILENCE_S = 5.0
-"""After this time without an event all names are read again, so a member that was cut off is noticed."""
+_SILENCE_S = 5.0  # After this time without an event all names are read again, so a member that was cut off is noticed.
 _RETRY_S = 0.5
-_REFRESHES = 10
-"""Renewals of a lease during its time."""
+_REFRESHES = 10  # Renewals of a lease during its time.
 
 
 class EtcdRegistry:

@@ -275,8 +275,7 @@ _SILENCE_S = 30.0
 _MAX_FAILURES, _MIRROR_FAILURES = 8, 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _POLL_S = 0.05
-_LIST = ".list"
-"""File in a copy: the list by which other servers verify what they copy from here."""
+_LIST = ".list"  # File in a copy: the list by which other servers verify what they copy from here.
 _READ_BYTES = 2**20
 
 
@@ -312,8 +311,7 @@ class FolderPuller:
         self._environ = os.environ if environ is None else environ
         self._lock = threading.Lock()
         self._local: LocalFolder | None = None
-        self._offered: dict[str, OfferedFolder] = {}
-        """The folder that was requested last."""
+        self._offered: dict[str, OfferedFolder] = {}  # The folder that was requested last.
 
     def pull(self, url: str, mirrors: Sequence[str] = (), deltas: Mapping[str, str] | None = None) -> Pulled:
         """The local copy of the folder at `url`, complete and verified. Processes of one machine share it.

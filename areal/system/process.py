@@ -62,8 +62,7 @@ TRANSIENT_EXIT = 75
 """Exit code after the loss of another process (EX_TEMPFAIL of sysexits.h): a restart may succeed."""
 
 _INTERPRETER_THRESHOLDS = gc.get_threshold()
-_START_THRESHOLD = 100_000
-"""New objects between two passes of the cycle collector while a process starts."""
+_START_THRESHOLD = 100_000  # New objects between two passes of the cycle collector while a process starts.
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
 

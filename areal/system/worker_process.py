@@ -33,8 +33,7 @@ class WorkerProcess:
     def __init__(self, command: Sequence[str], env: Mapping[str, str], *, log: BinaryIO | None = None) -> None:
         """`command`, `env`: see `areal_worker`, or a program that needs no areal. `log`: its output; None = that of
         this process. Raises OSError."""
-        self._incomplete = b""
-        """A received line without its end."""
+        self._incomplete = b""  # A received line without its end.
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._socket, theirs = socket.socketpair()
         with theirs:

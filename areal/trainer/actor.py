@@ -335,8 +335,7 @@ class PPOActor:
         without tokens: their errors are raised here, ConfigError when they return what is no loss or advantage.
         `shares_first_pass`: the first mini-batch makes its proximal log-probabilities in training where it can."""
         self._shares_first_pass = shares_first_pass
-        self._first_pass: FirstPass | None = None
-        """That of the batch in training."""
+        self._first_pass: FirstPass | None = None  # That of the batch in training.
         self._teacher = teacher
         self._engine = engine
         self._config = config
@@ -347,8 +346,7 @@ class PPOActor:
         self._entropy_coef = config.entropy_coef
         self._kl_control = KLController(config.kl_ctl, config.kl_control)
         self._estimator_stats: dict[str, TokenStat] = {}  # of the last batch with advantages
-        self._kl_coef = config.kl_ctl
-        """Coefficient of the last batch with advantages."""
+        self._kl_coef = config.kl_ctl  # Coefficient of the last batch with advantages.
         self._rule().names_only()  # detects an error in a loss of another package before the first rollouts
         if config.recipe.has_function:
             estimated(no_answers(), config)  # as for a loss

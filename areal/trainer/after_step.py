@@ -168,8 +168,7 @@ def is_final(error: Exception) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 # Exports of the trained models during a run: when one is written, which ones stay, and their upload.
 
-_SCORES = "scores.json"
-"""Next to the exports: {step: value of saver.keep_best}."""
+_SCORES = "scores.json"  # Next to the exports: {step: value of saver.keep_best}.
 
 
 class Saver:
@@ -349,10 +348,8 @@ class AfterStep:
             "evaluate": CadenceState(config.evaluator),
         }
         self._began_s = time.monotonic()
-        self._evaluating: int | None = None
-        """Train steps done at the evaluation that runs in the background."""
-        self._saved_step = first_step - 1
-        """Train steps done at the newest recovery checkpoint of this process."""
+        self._evaluating: int | None = None  # Train steps done at the evaluation that runs in the background.
+        self._saved_step = first_step - 1  # Train steps done at the newest recovery checkpoint of this process.
 
     @classmethod
     def of_run(

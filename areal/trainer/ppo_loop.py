@@ -184,10 +184,8 @@ log = get_logger("trainer")
 
 _MAX_COMPARISONS = 2
 """Comparisons of each publication: servers that differ are updated again, then compared a second time."""
-_IMAGE_NUMBERS = 35
-"""Numbers of an image in a message between ranks: 3 of its grid, 32 bytes of its digest."""
-_NOT_FINITE = -1e9
-"""JSON has no NaN."""
+_IMAGE_NUMBERS = 35  # Numbers of an image in a message between ranks: 3 of its grid, 32 bytes of its digest.
+_NOT_FINITE = -1e9  # JSON has no NaN.
 _ESS = "batch/mismatch/ess_token"
 
 
@@ -212,8 +210,7 @@ class ComparedChannel:
     ) -> None:
         self._channel, self._engine, self._ranks, self._control = channel, engine, ranks, control
         self._dtype = dtype
-        self._sent: int | None = None
-        """The version that was sent and not compared yet."""
+        self._sent: int | None = None  # The version that was sent and not compared yet.
 
     def publish(self, version: int) -> str:
         self._sent = None

@@ -10,8 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from areal.api.config import PerfTracerConfig
 from areal.system.run_paths import RunPaths
 
-_MAX_ALLOCATIONS = 100_000
-"""Allocations of a memory snapshot; older ones are left out."""
+_MAX_ALLOCATIONS = 100_000  # Allocations of a memory snapshot; older ones are left out.
 
 
 class TorchProfiler:

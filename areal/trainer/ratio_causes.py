@@ -22,10 +22,8 @@ from areal.fleet.replica import ALL_TOKENS
 from areal.trainer.minibatch import prefixed
 
 _ROWS = 4
-_TOKENS = 2048
-"""Tokens of a row that a server scores: vLLM holds the logits of all of them at once."""
-_TOP = 64
-"""Likeliest tokens of each place that a server returns, where top-k or top-p leave tokens out."""
+_TOKENS = 2048  # Tokens of a row that a server scores: vLLM holds the logits of all of them at once.
+_TOP = 64  # Likeliest tokens of each place that a server returns, where top-k or top-p leave tokens out.
 
 
 class RatioEngine(Protocol):

@@ -86,8 +86,7 @@ NEXT = "next"
 """Folder in which a checkpoint is written before it is renamed to its step. Each attempt has a new folder there: for
 some time an NFS client takes a known name for what it was before, such as the checkpoint that was renamed."""
 STATE = "state.json"
-_SUMS = "checksums"
-"""Folder with what each rank wrote: {path: CRC-32}, computed from memory."""
+_SUMS = "checksums"  # Folder with what each rank wrote: {path: CRC-32}, computed from memory.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,8 +189,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 _FORMAT = 3
 
 
-_PATIENCE_S = 5.0
-"""A wait for an unfinished checkpoint that takes longer is logged."""
+_PATIENCE_S = 5.0  # A wait for an unfinished checkpoint that takes longer is logged.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,8 +249,7 @@ class RecoverStore:
         self._agreed = Agreement(ranks)
         self._committed = committed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recovery-checkpoint")
-        self._thread_ranks: Ranks | None = None
-        """The ranks for collectives of the thread."""
+        self._thread_ranks: Ranks | None = None  # The ranks for collectives of the thread.
         self._unfinished: _Unfinished | None = None
         self._is_rank0 = ranks.rank == 0
         self._previous: Path | None = None

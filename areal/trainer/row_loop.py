@@ -66,8 +66,7 @@ class RowTrainer(ABC, Generic[ConfigT, RowT]):
         self._config = config
         self._train_rows = train_dataset
         self._valid_rows = valid_dataset
-        self._images = MemoryImages()
-        """The images of the rows of one batch."""
+        self._images = MemoryImages()  # The images of the rows of one batch.
         self._length = TrainingLength.of(config, num_rows=len(train_dataset), samples_per_row=config.sequences_per_row)
 
     @abstractmethod

@@ -32,8 +32,7 @@ from areal.system.network import TEACHER_TOKEN
 
 _log = get_logger(__name__)
 _CALLS_PER_SERVER = 64
-_ATTEMPTS = 4
-"""A request has this part of teacher.server_timeout_s on one server; it is then sent to another one."""
+_ATTEMPTS = 4  # A request has this part of teacher.server_timeout_s on one server; it is then sent to another one.
 _CHECK_LIMIT_S = 30.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
 
