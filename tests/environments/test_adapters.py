@@ -7,38 +7,20 @@ import signal
 from contextlib import asynccontextmanager
 
 import pytest
-import pytest_asyncio
 
 from areal.api.engine import InferenceEngine
 from areal.api.errors import AgentFailed, ConfigError
 from areal.api.workflow import EPISODE_ID
 from areal.environments.textarena import Opponents, TextArenaWorkflow
 from areal.environments.workflow import OpenEnvWorkflow
-from tests.environments.environment_kit import FAKES, build, policy, trained_text
+from tests.environments.environment_kit import build, policy, trained_text
 
+pytestmark = pytest.mark.usefixtures("in_fakes")
 ROW = {"config": {}, "seed": 4, "index": 1}
 
 
 def target(row, limit=9):
     return random.Random(row["seed"] + row["index"]).randrange(limit)
-
-
-@pytest.fixture(autouse=True)
-def in_fakes(monkeypatch) -> None:
-    monkeypatch.chdir(FAKES)
-
-
-@pytest_asyncio.fixture
-async def make():
-    made = []
-
-    def new(kind, **options):
-        made.append(build(kind, **options))
-        return made[-1]
-
-    yield new
-    for workflow in made:
-        await workflow.aclose()
 
 
 def arena(make, **options):

@@ -7,7 +7,6 @@ import signal
 
 import psutil
 import pytest
-import pytest_asyncio
 
 from areal.api.config import TrainDatasetConfig
 from areal.api.errors import AgentFailed, ConfigError
@@ -15,27 +14,10 @@ from areal.api.workflow import EPISODE_ID
 from areal.data.dataset import load_rows
 from areal.environments.curriculum import Curriculum, CurriculumRule
 from areal.environments.reasoning_gym import ReasoningGymWorkflow
-from tests.environments.environment_kit import FAKES, build, policy, trained_text
+from tests.environments.environment_kit import build, policy, trained_text
 
+pytestmark = pytest.mark.usefixtures("in_fakes")
 ROW = {"env": "sums", "config": {}, "seed": 3, "index": 1}
-
-
-@pytest.fixture(autouse=True)
-def in_fakes(monkeypatch) -> None:
-    monkeypatch.chdir(FAKES)
-
-
-@pytest_asyncio.fixture
-async def make():
-    made = []
-
-    def new(**options):
-        made.append(build(ReasoningGymWorkflow, **options))
-        return made[-1]
-
-    yield new
-    for workflow in made:
-        await workflow.aclose()
 
 
 @pytest.mark.parametrize(
@@ -48,14 +30,14 @@ async def make():
     ],
 )
 async def test_an_answer_is_extracted_and_scored_by_the_package(make, env, answer, reward, parts) -> None:
-    group = await make().arun_episode(policy(lambda _: answer), ROW | {"env": env})
+    group = await make(ReasoningGymWorkflow).arun_episode(policy(lambda _: answer), ROW | {"env": env})
     assert [one.reward for one in group.trajectories] == [reward]
     assert {name: group.stats[f"reward/{name}"] for name in parts} == parts
     assert trained_text(group.trajectories[0]) == f"{answer}<|im_end|>"
 
 
 async def test_an_episode_whose_worker_dies_runs_again_and_later_ones_use_a_new_worker(make) -> None:
-    workflow, gate = make(), asyncio.Event()
+    workflow, gate = make(ReasoningGymWorkflow), asyncio.Event()
     engine = policy(lambda _: "<answer>9</answer>")
     engine._gate = gate
     episode = asyncio.create_task(workflow.arun_episode(engine, dict(ROW)))
@@ -69,7 +51,7 @@ async def test_an_episode_whose_worker_dies_runs_again_and_later_ones_use_a_new_
 
 
 async def test_an_episode_that_is_cancelled_does_not_stop_the_start_of_the_worker(make) -> None:
-    workflow = make()
+    workflow = make(ReasoningGymWorkflow)
     waiters = [asyncio.create_task(workflow.worker.facts()) for _ in range(3)]
     await asyncio.sleep(0)
     waiters[0].cancel()
@@ -78,7 +60,7 @@ async def test_an_episode_that_is_cancelled_does_not_stop_the_start_of_the_worke
 
 
 async def test_an_episode_whose_worker_dies_twice_has_no_reward(make) -> None:
-    workflow = make()
+    workflow = make(ReasoningGymWorkflow)
 
     def kill(_):
         os.kill(workflow.worker.pid, signal.SIGKILL)
@@ -113,7 +95,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
 
 
 async def test_the_worker_ends_with_the_end_of_its_channel(make) -> None:
-    workflow = make()
+    workflow = make(ReasoningGymWorkflow)
     await workflow.worker.facts()
     worker = psutil.Process(workflow.worker.pid)
     workflow.worker._live.process._streams[1].transport.abort()
@@ -129,7 +111,7 @@ def test_rows_come_from_the_specification_of_a_dataset() -> None:
 
 
 async def test_the_level_follows_the_success_rate_and_is_that_of_the_first_start(make, monkeypatch, tmp_path) -> None:
-    workflow = make(curriculum={"target": 0.5, "groups": 2})
+    workflow = make(ReasoningGymWorkflow, curriculum={"target": 0.5, "groups": 2})
     workflow._curriculum = Curriculum(workflow._rule, tmp_path / "levels.jsonl")
     right = policy(lambda text: f"<answer>{sum(map(int, text.split(chr(10))[0].split(' + ')))}</answer>")
     asked = []
@@ -165,7 +147,7 @@ def test_a_first_level_above_the_top_becomes_the_top_and_falls_from_there(tmp_pa
 
 @pytest.mark.parametrize(("env", "top"), [("sums", 2), ("few", 1), ("gap", 0), ("nothing", None), ("raising", None)])
 async def test_the_top_is_the_highest_level_up_to_which_the_dataset_accepts_all(make, env, top) -> None:
-    assert await make().worker.call("max_level", {"row": ROW | {"env": env}}, limit_s=20) == top
+    assert await make(ReasoningGymWorkflow).worker.call("max_level", {"row": ROW | {"env": env}}, limit_s=20) == top
 
 
 def test_the_last_row_of_an_environment_is_tried_before_the_start() -> None:

@@ -1,37 +1,19 @@
 """`workflow: verifiers` over a fake package."""
 
 import pytest
-import pytest_asyncio
 
 from areal.api.errors import AgentFailed, ConfigError
 from areal.environments.workflow import VerifiersWorkflow
-from tests.environments.environment_kit import FAKES, build, policy, trained_text
+from tests.environments.environment_kit import build, policy, trained_text
 
+pytestmark = pytest.mark.usefixtures("in_fakes")
 ROW = {"env": "adding", "config": {}, "seed": 0, "index": 0}
-
-
-@pytest.fixture(autouse=True)
-def in_fakes(monkeypatch) -> None:
-    monkeypatch.chdir(FAKES)
-
-
-@pytest_asyncio.fixture
-async def make():
-    made = []
-
-    def new(**options):
-        made.append(build(VerifiersWorkflow, **options))
-        return made[-1]
-
-    yield new
-    for workflow in made:
-        await workflow.aclose()
 
 
 @pytest.mark.parametrize(("answer", "reward"), [("4", 2.0), ("5", 0.0)])
 async def test_the_reward_is_weighted_by_the_package_and_has_its_parts(make, answer, reward) -> None:
     engine = policy(lambda _: answer)
-    group = await make().arun_episode(engine, ROW | {"config": {"system": "add"}})
+    group = await make(VerifiersWorkflow).arun_episode(engine, ROW | {"config": {"system": "add"}})
     assert [one.reward for one in group.trajectories] == [reward]
     assert (group.stats["reward/right"], group.stats["reward/length"]) == (reward, 1.0)
     assert "reward/later" not in group.stats  # it was not scored
@@ -40,7 +22,7 @@ async def test_the_reward_is_weighted_by_the_package_and_has_its_parts(make, ans
 
 @pytest.mark.parametrize(("task", "reason"), [(1, "agent_timeout"), (2, "no_turns")])
 async def test_an_episode_that_failed_or_asked_nothing_has_no_reward(make, task, reason) -> None:
-    group = await make().arun_episode(policy(lambda _: "4"), ROW | {"index": task})
+    group = await make(VerifiersWorkflow).arun_episode(policy(lambda _: "4"), ROW | {"index": task})
     assert (group.trajectories, group.rejected) == ([], reason)
 
 
@@ -49,12 +31,12 @@ async def test_an_error_of_the_package_is_that_of_the_agent(make) -> None:
         raise RuntimeError("no server")
 
     with pytest.raises(AgentFailed, match="InternalServerError") as failed:
-        await make().arun_episode(policy(fail), dict(ROW))
+        await make(VerifiersWorkflow).arun_episode(policy(fail), dict(ROW))
     assert failed.value.counted_as == "agent_error: HarnessError"
 
 
 async def test_an_episode_whose_tool_server_has_died_runs_again_with_new_ones(make, tmp_path) -> None:
-    workflow, closed = make(), tmp_path / "closed.txt"
+    workflow, closed = make(VerifiersWorkflow), tmp_path / "closed.txt"
     with pytest.raises(AgentFailed, match="OldApi"):  # another environment cannot be opened
         await workflow.arun_episode(policy(lambda _: "4"), ROW | {"env": "of_the_old_api"})
     row = ROW | {"config": {"has_dead_tool": True, "closed": str(closed)}}
@@ -66,7 +48,7 @@ async def test_an_episode_whose_tool_server_has_died_runs_again_with_new_ones(ma
 async def test_a_task_that_blocks_its_worker_ends_it(make, monkeypatch) -> None:
     monkeypatch.setattr("areal.environments.workflow._CLOSE_LIMIT_S", 0.2)
     monkeypatch.setattr("areal.environments.process._GRACE_S", 0.2)
-    workflow = make(agent={"timeout_s": 5.0})
+    workflow = make(VerifiersWorkflow, agent={"timeout_s": 5.0})
     await workflow.arun_episode(policy(lambda _: "4"), dict(ROW))
     first = workflow.worker.pid
     group = await workflow.arun_episode(policy(lambda _: "4"), ROW | {"index": 3})
@@ -78,7 +60,7 @@ async def test_a_task_that_blocks_its_worker_ends_it(make, monkeypatch) -> None:
 
 async def test_a_request_beyond_the_budget_is_scored_as_the_budget_says(make) -> None:
     row = ROW | {"config": {"system": "long " * 9000}}
-    group = await make(agent={"budget_reward": "none"}).arun_episode(policy(lambda _: "4"), row)
+    group = await make(VerifiersWorkflow, agent={"budget_reward": "none"}).arun_episode(policy(lambda _: "4"), row)
     assert (group.trajectories, group.rejected) == ([], "turn_budget")
 
 
@@ -101,6 +83,6 @@ def test_what_cannot_run_is_one_line_before_the_start(row, code, text) -> None:
 
 
 async def test_agents_with_a_client_of_their_own_are_not_the_policy(make) -> None:
-    workflow = make(args={"judge": {"client": {"base_url": "http://127.0.0.1:9/v1"}}})
+    workflow = make(VerifiersWorkflow, args={"judge": {"client": {"base_url": "http://127.0.0.1:9/v1"}}})
     group = await workflow.arun_episode(policy(lambda _: "4"), ROW | {"env": "judged"})
     assert [one.reward for one in group.trajectories] == [2.0]
