@@ -2,27 +2,12 @@
 
 import pytest
 
-from areal.api.config import GRPOConfig, load_config
 from areal.api.errors import ConfigError
 
-BASE = """
-experiment_name: e
-trial_name: t
-allocation_mode: native:d1+fsdp:d1
-actor: {path: org/model, optimizer: {lr: 1e-5}}
-train_dataset: {path: x.jsonl, batch_size: 4}
-"""
 
-
-def load(tmp_path, *overrides):
-    path = tmp_path / "c.yaml"
-    path.write_text(BASE)
-    return load_config(["--config", str(path), *overrides], GRPOConfig)
-
-
-def test_rules_are_changed_on_the_command_line(tmp_path):
+def test_rules_are_changed_on_the_command_line(load):
     words = "[{name: grad_norm, limit: 7, steps: 2, action: stop}, {name: update_kl, action: 'off'}]"
-    config = load(tmp_path, f"alarms.rules={words}")
+    config = load(f"alarms.rules={words}")
     chosen = {one.rule.name: one for one in config.alarms.chosen()}
     assert (chosen["grad_norm"].limit, chosen["grad_norm"].steps, chosen["grad_norm"].action) == (7.0, 2, "stop")
     assert "update_kl" not in chosen
@@ -40,7 +25,7 @@ def test_rules_are_changed_on_the_command_line(tmp_path):
         ("alarms.rules=[{name: grad_norm}, {name: grad_norm}]", "alarms.rules", "config.conflict"),
     ],
 )
-def test_wrong_options_are_refused(tmp_path, override, path, code):
+def test_wrong_options_are_refused(load, override, path, code):
     with pytest.raises(ConfigError) as error:
-        load(tmp_path, override)
+        load(override)
     assert [(problem.path, problem.code) for problem in error.value.problems] == [(path, code)]

@@ -7,14 +7,7 @@ import pytest
 
 from areal.api.config import GRPOConfig, SFTConfig, load_config
 from areal.api.errors import ConfigError
-
-MINIMAL = """
-experiment_name: sort
-trial_name: t0
-allocation_mode: native:d1+fsdp:d1
-train_dataset: {path: rows.jsonl, batch_size: 8}
-actor: {path: /models/tiny, optimizer: {lr: 1e-4}}
-"""
+from tests.api.minimal import MINIMAL
 
 ALIASES = "a: &a [1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{name}: &{name} [{', '.join(7 * [f'*{before}'])}]\n" for before, name in pairwise("abcdef")

@@ -1,32 +1,12 @@
 """Options of the divergence from the reference: contradictions are refused, options without effect are listed."""
 
-from pathlib import Path
-
 import pytest
 
-from areal.api.config import GRPOConfig, load_config
 from areal.api.config.schema import options_without_effect
 from areal.api.errors import ConfigError
 
-MINIMAL = """
-experiment_name: sort
-trial_name: t0
-allocation_mode: native:d1+fsdp:d1
-train_dataset: {path: rows.jsonl, batch_size: 8}
-actor: {path: /models/tiny, optimizer: {lr: 1e-4}}
-"""
 REF = "ref={path: /models/tiny}"
 ADAPTIVE = "actor.kl_control={type: adaptive, target: 0.1}"
-
-
-@pytest.fixture
-def load(tmp_path: Path):
-    def load(*overrides: str) -> GRPOConfig:
-        path = tmp_path / "x.yaml"
-        path.write_text(MINIMAL, encoding="utf-8")
-        return load_config(["--config", str(path), *overrides], GRPOConfig)
-
-    return load
 
 
 @pytest.mark.parametrize(

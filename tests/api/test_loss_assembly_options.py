@@ -1,29 +1,20 @@
 """Options of the loss assembly: contradictions are refused, options without effect are listed, both by name."""
 
+from functools import partial
+
 import pytest
 
-from areal.api.config import GRPOConfig, load_config
 from areal.api.config.load import read
 from areal.api.config.policy_losses import AGGREGATIONS, AssemblyOptions
 from areal.api.config.schema import options_without_effect
 from areal.api.errors import ConfigError
 
-FILE = """
-experiment_name: sort
-trial_name: t0
-allocation_mode: native:d1+fsdp:d1
-train_dataset: {path: rows.jsonl, batch_size: 8}
-gconfig: {n_samples: 4, max_new_tokens: 64}
-actor: {path: /models/tiny, optimizer: {lr: 1e-4}}
-critic: {path: /models/tiny, optimizer: {lr: 1e-4}}
-"""
-
 
 @pytest.fixture
-def load(tmp_path):
-    path = tmp_path / "x.yaml"
-    path.write_text(FILE, encoding="utf-8")
-    return lambda *overrides: load_config(["--config", str(path), *overrides], GRPOConfig)
+def load(load):
+    return partial(
+        load, "gconfig={n_samples: 4, max_new_tokens: 64}", "critic={path: /models/tiny, optimizer: {lr: 1e-4}}"
+    )
 
 
 def test_the_defaults_are_areals():

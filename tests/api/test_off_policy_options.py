@@ -14,14 +14,7 @@ from areal.api.config import (
 )
 from areal.api.config.schema import options_without_effect
 from areal.api.config.validate import problems_of
-
-MINIMAL = """
-experiment_name: sort
-trial_name: t0
-allocation_mode: native:d1+fsdp:d1
-train_dataset: {path: rows.jsonl, batch_size: 8}
-actor: {path: /models/tiny, optimizer: {lr: 1e-4}}
-"""
+from tests.api.minimal import MINIMAL
 
 
 def actor_with(*, correction=None, **options) -> PPOActorConfig:

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from areal.api.config import GRPOConfig, load_config, load_experiment
+from areal.api.config import load_experiment
 from areal.api.config.experiment import KINDS
 from areal.api.config.load import help_text
 from areal.api.config.schema import (
@@ -146,21 +147,9 @@ def test_defaults_have_an_effect_or_are_not_listed(cls):
     assert not options_without_effect(cls())
 
 
-FILE = """
-experiment_name: sort
-trial_name: t0
-allocation_mode: native:d1+fsdp:d1
-train_dataset: {path: rows.jsonl, batch_size: 8}
-gconfig: {n_samples: 4, max_new_tokens: 64}
-actor: {path: /models/tiny, optimizer: {lr: 1e-4}}
-"""
-
-
 @pytest.fixture
-def load(tmp_path: Path):
-    path = tmp_path / "x.yaml"
-    path.write_text(FILE, encoding="utf-8")
-    return lambda *overrides: load_config(["--config", str(path), *overrides], GRPOConfig)
+def load(load):
+    return partial(load, "gconfig={n_samples: 4, max_new_tokens: 64}")
 
 
 SWEEP = [

@@ -11,24 +11,16 @@ from areal.api.config.rollout import short_names
 from areal.api.config.schema import fields_of, options_without_effect
 from areal.api.errors import ConfigError
 from areal.reward.table import reward_table
+from tests.api.minimal import MINIMAL
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
-
-MINIMAL = """
-experiment_name: sort
-trial_name: t0
-allocation_mode: native:d1+fsdp:d1
-train_dataset: {path: rows.jsonl, batch_size: 8}
-actor: {path: /models/tiny, optimizer: {lr: 1e-4}}
-gconfig: {n_samples: 4}
-"""
 
 
 @pytest.fixture
 def load(tmp_path: Path):
     def load(text: str) -> GRPOConfig:
         path = tmp_path / "x.yaml"
-        tree = yaml.safe_load(MINIMAL)
+        tree = yaml.safe_load(MINIMAL + "gconfig: {n_samples: 4}")
         for key, value in yaml.safe_load(text).items():
             tree[key] = tree.get(key, {}) | value if isinstance(value, dict) else value
         path.write_text(yaml.safe_dump(tree), encoding="utf-8")

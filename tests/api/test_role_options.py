@@ -1,21 +1,12 @@
 """Options of advantages and of the frozen roles: contradictions are refused, options without effect are listed."""
 
+from functools import partial
+
 import pytest
 
-from areal.api.config import GRPOConfig, load_config
 from areal.api.config.schema import options_without_effect
 from areal.api.errors import ConfigError
 
-FILE = """
-experiment_name: sort
-trial_name: t0
-allocation_mode: native:d1+fsdp:d1
-train_dataset: {path: rows.jsonl, batch_size: 8}
-gconfig: {n_samples: 4, max_new_tokens: 64}
-actor: {path: /models/tiny, optimizer: {lr: 1e-4}, kl_ctl: 0}
-ref: {path: /models/tiny}
-reward_fn: exact
-"""
 TEACHER, CRITIC = "teacher={path: /models/big, rl_weight: 0}", "critic={path: /models/tiny, optimizer: {lr: 1e-4}}"
 SERVERS = "teacher.servers=[{server_addrs: ['h:1']}, {server_addrs: ['h:2'], sources: [math]}]"
 JUDGE = "reward_model={path: /models/judge}"
@@ -25,10 +16,14 @@ OVERLONG = ["actor.overlong_reward_penalty=true", "actor.overlong_penalty_factor
 
 
 @pytest.fixture
-def load(tmp_path):
-    path = tmp_path / "x.yaml"
-    path.write_text(FILE, encoding="utf-8")
-    return lambda *overrides: load_config(["--config", str(path), *overrides], GRPOConfig)
+def load(load):
+    return partial(
+        load,
+        "gconfig={n_samples: 4, max_new_tokens: 64}",
+        "actor.kl_ctl=0",
+        "ref={path: /models/tiny}",
+        "reward_fn=exact",
+    )
 
 
 @pytest.mark.parametrize(

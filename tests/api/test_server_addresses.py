@@ -1,28 +1,16 @@
 """Addresses of servers that already run: their syntax, and that they are as many as allocated."""
 
-from pathlib import Path
+from functools import partial
 
 import pytest
 
-from areal.api.config import GRPOConfig, load_config
 from areal.api.config.rollout import server_url
 from areal.api.errors import ConfigError
 
-MINIMAL = """
-experiment_name: sort
-trial_name: t0
-allocation_mode: sglang:d1+fsdp:d1
-train_dataset: {path: rows.jsonl, batch_size: 8}
-gconfig: {max_new_tokens: 64}
-actor: {path: /models/tiny, optimizer: {lr: 1e-4}}
-"""
-
 
 @pytest.fixture
-def load(tmp_path: Path):
-    path = tmp_path / "x.yaml"
-    path.write_text(MINIMAL, encoding="utf-8")
-    return lambda *overrides: load_config(["--config", str(path), *overrides], GRPOConfig)
+def load(load):
+    return partial(load, "allocation_mode=sglang:d1+fsdp:d1", "gconfig.max_new_tokens=64")
 
 
 @pytest.mark.parametrize(
