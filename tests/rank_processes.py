@@ -12,7 +12,7 @@ import torch
 from areal.api.allocation import ParallelDims
 from areal.engine.mesh import TrainerMesh
 from areal.system.discovery import FileRegistry
-from areal.system.process import ProcessContext
+from tests.process_context import a_context
 
 _LIMIT_S = 250.0
 _IMPORTED = ["torch", "transformers", "areal.engine.fsdp"]
@@ -75,8 +75,5 @@ def _run_scenario(
 def open_mesh(rank: int, folder: Path, dims: ParallelDims, run_id: int) -> TrainerMesh:
     """Connect this process to the other ranks; it computes with one thread."""
     torch.set_num_threads(1)
-    context = ProcessContext(
-        role="trainer", index=rank, world_size=dims.world_size, num_servers=0, run_id=run_id, run_dir=str(folder),
-        num_threads=1, recover=False, device="cpu",
-    )  # fmt: skip
+    context = a_context(index=rank, world_size=dims.world_size, num_servers=0, run_id=run_id, run_dir=str(folder))
     return TrainerMesh.open(context, FileRegistry(folder / "names"), dims=dims, timeout_s=200)

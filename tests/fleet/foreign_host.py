@@ -14,8 +14,9 @@ import psutil
 
 from areal.system.discovery import FileRegistry
 from areal.system.heartbeat import NodeBeats
-from areal.system.process import AREAL_PROCESS, ProcessContext
+from areal.system.process import AREAL_PROCESS
 from areal.system.run_paths import RunPaths
+from tests.process_context import a_context
 
 FOLDER = Path(__file__).parent
 CONFIG = """
@@ -83,17 +84,7 @@ class Host:
     def __init__(self, paths, argv, process_group=0, **context):
         self.paths = paths
         self.registry = FileRegistry(paths.names)
-        given = ProcessContext(
-            role="server",
-            index=4,
-            world_size=1,
-            num_servers=5,
-            run_id=0,
-            run_dir=str(paths.root),
-            num_threads=1,
-            recover=False,
-            device="cpu",
-        )
+        given = a_context(role="server", index=4, num_servers=5, run_dir=str(paths.root))
         context = replace(given, **context)
         self._node, self._name = NodeBeats(), context.name
         self.log_path = paths.log_of(context.name)

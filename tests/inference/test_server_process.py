@@ -18,22 +18,12 @@ from areal.api.config.load import load_experiment
 from areal.inference.server import parse_options
 from areal.system.discovery import registry_of
 from areal.system.heartbeat import NodeBeats
-from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.system.stacks import request_stacks
+from tests.process_context import a_context
 from tests.run_token import BEARER
 
-CONTEXT = ProcessContext(
-    role="server",
-    index=1,
-    world_size=1,
-    num_servers=2,
-    run_id=0,
-    run_dir="/dev/null",  # nothing is written: not a folder
-    num_threads=1,
-    recover=False,
-    device="cpu",
-)
+CONTEXT = a_context(role="server", index=1, num_servers=2, run_dir="/dev/null")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from areal.launcher.backend import LogTail, ProcessBackend
 from areal.launcher.job import LaunchPlan, PlannedProcess, RunNumbers
 from areal.system.network import Host
 from areal.system.process import ProcessContext
+from tests.process_context import a_context
 
 NUMBERS = RunNumbers(
     episodes_per_step=1,
@@ -25,16 +26,13 @@ def context_of(name, *, run_dir="/nowhere", world_size=1, num_servers=1, device=
     """The context of a process by its name in a plan: `controller`, `trainer-1`, `server-0-part-1`."""
     unit, _, part = name.partition("-part-")
     role, _, index = unit.partition("-")
-    return ProcessContext(
+    return a_context(
         role=role,
         index=int(index or 0),
         part=int(part or 0),
         world_size=world_size,
         num_servers=num_servers,
-        run_id=0,
         run_dir=str(run_dir),
-        num_threads=1,
-        recover=False,
         device=device,
     )
 

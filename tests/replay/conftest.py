@@ -39,6 +39,7 @@ from areal.trainer.progress import Progress, TrainingLength
 from areal.trainer.recover import RecoverStore
 from areal.trainer.roles import build_roles
 from areal.weights.weight_files import checksum_of
+from tests.process_context import a_context
 
 STEPS, BATCH, ROWS, VOCABULARY = 4, 2, 8, 11
 CONFIG = """
@@ -260,17 +261,7 @@ def train(folder: Path, text: str, reward=None, *, with_images: bool = False, co
 
 
 def context_of(folder: Path) -> ProcessContext:
-    return ProcessContext(
-        role="trainer",
-        index=0,
-        world_size=1,
-        num_servers=1,
-        run_id=0,
-        run_dir=str(folder),
-        num_threads=1,
-        recover=False,
-        device="cpu",
-    )
+    return a_context(run_dir=str(folder))
 
 
 @pytest.fixture(scope="session")

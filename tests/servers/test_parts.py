@@ -20,9 +20,9 @@ import pytest
 from areal.fleet.server_backend import backend_named
 from areal.system.discovery import FileRegistry
 from areal.system.network import Host
-from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from tests.expect import serve
+from tests.process_context import a_context
 from tests.servers.checkpoints import Scorer, build_model
 from tests.servers.real_server import READY_LIMIT_S, Backend, server_start
 from tests.servers.server_kit import TOLERANCE, FixedTrainer, Kit, a_request, gap
@@ -89,16 +89,9 @@ def parts(
     with ExitStack() as stack:
         for part in (0, 1):
             address = f"127.0.0.{2 + part}"
-            context = ProcessContext(
+            context = a_context(
                 role="server",
-                index=0,
-                world_size=1,
-                num_servers=1,
-                run_id=0,
                 run_dir=str(paths.root),
-                num_threads=1,
-                recover=False,
-                device="cpu",
                 host=Host(bind=address, advertise=address, node=f"node{part}"),
                 part=part,
                 num_parts=2,

@@ -21,6 +21,7 @@ from areal.system.network import (
     store_prefix,
 )
 from areal.system.process import ProcessContext
+from tests.process_context import a_context
 from tests.test_layering import MODULES, PACKAGE
 
 EVERYWHERE = Host(bind="0.0.0.0", advertise="127.0.0.2", node="here")
@@ -114,18 +115,7 @@ def test_a_process_gets_its_host_from_the_environment():
 
 
 def rank(index):
-    return ProcessContext(
-        role="trainer",
-        index=index,
-        world_size=2,
-        num_servers=0,
-        run_id=0,
-        run_dir="",
-        num_threads=1,
-        recover=False,
-        device="cpu",
-        host=EVERYWHERE,
-    )
+    return a_context(index=index, world_size=2, num_servers=0, host=EVERYWHERE)
 
 
 @pytest.mark.parametrize("is_local", [True, False])

@@ -13,18 +13,9 @@ import pytest
 
 from areal.api.errors import LaunchError
 from areal.system.process import AREAL_PROCESS, ProcessContext, kill_trees, raise_open_file_limit, run_to_its_end, spawn
+from tests.process_context import a_context
 
-CONTEXT = ProcessContext(
-    role="trainer",
-    index=1,
-    world_size=2,
-    num_servers=1,
-    run_id=0,
-    run_dir="/tmp/x",
-    num_threads=1,
-    recover=False,
-    device="cpu",
-)
+CONTEXT = a_context(index=1, world_size=2, run_dir="/tmp/x")
 
 
 def alive(pid):

@@ -21,7 +21,6 @@ from areal.api.config.launcher import ClusterSpecConfig
 from areal.api.errors import InputError
 from areal.engine.mesh import TrainerMesh
 from areal.rollout.client import WeightsNeeded
-from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer import ppo_loop
 from areal.trainer.actor import PPOActor
@@ -30,6 +29,7 @@ from areal.trainer.roles import PPORoles
 from areal.weights.weight_files import checksum_of
 from tests.expect import raises_code
 from tests.fake_ranks import FakeRanks
+from tests.process_context import a_context
 from tests.shares import make_share
 
 LENGTH = TrainingLength(steps_per_epoch=4, total_steps=3)
@@ -161,17 +161,7 @@ def start(toolbox, monkeypatch, tmp_path):
         monkeypatch.setattr(ppo_loop, "build_weight_channel", lambda *_: controller)
         monkeypatch.setattr(ppo_loop.RolloutClient, "from_registry", lambda *_, **__: controller)
         monkeypatch.setattr(TrainerMesh, "open", lambda *_, **__: Mesh())
-        context = ProcessContext(
-            role="trainer",
-            index=0,
-            world_size=1,
-            num_servers=1,
-            run_id=run_id,
-            run_dir=str(RunPaths.of(config).root),
-            num_threads=1,
-            recover=recover,
-            device="cpu",
-        )
+        context = a_context(run_id=run_id, run_dir=str(RunPaths.of(config).root), recover=recover)
         RunPaths.of(config).root.mkdir(parents=True, exist_ok=True)
         ppo_loop.train_policy(config, context, length, has_valid=has_valid)
         return engine

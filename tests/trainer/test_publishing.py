@@ -7,10 +7,10 @@ import torch
 
 from areal.api.config import GRPOConfig
 from areal.rollout.client import CheckpointWanted, WeightsNeeded
-from areal.system.process import ProcessContext
 from areal.trainer import ppo_loop
 from areal.trainer.ppo_loop import ask_controller
 from tests.fake_ranks import FakeRanks
+from tests.process_context import a_context
 
 
 class Engine:
@@ -92,17 +92,6 @@ def test_every_rank_of_a_server_has_its_place_in_the_update_group(monkeypatch, m
     monkeypatch.setattr(ppo_loop, "CollectiveChannel", lambda *_, **options: asked.update(options))
     config = replace(GRPOConfig(), allocation_mode=mode)
     config = replace(config, actor=replace(config.actor, weight_update_mode="xccl"))
-    context = ProcessContext(
-        role="trainer",
-        index=0,
-        world_size=1,
-        num_servers=1,
-        run_id=0,
-        run_dir="",
-        num_threads=1,
-        recover=False,
-        device="cuda:0",
-        weight_transport="gloo",
-    )
+    context = a_context(device="cuda:0", weight_transport="gloo")
     ppo_loop.build_weight_channel(config, Engine(), FakeRanks(), None, context)
     assert (asked["ranks_per_replica"], asked["backend"]) == (ranks, "gloo")
