@@ -8,15 +8,14 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from aiohttp import web
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache
 
 from areal.api.config.rollout import GenerationHyperparameters, NativeServerConfig
@@ -25,7 +24,6 @@ from areal.api.data import (
     GenerationResponse,
     PromptScoring,
     ScoredRow,
-    WeightSpec,
     WeightUpdate,
 )
 from areal.api.errors import RequestError
@@ -40,6 +38,7 @@ from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel, HttpChannel
 from tests.expect import serve
 from tests.fake_ranks import FakeRanks
+from tests.fixed_trainer import FixedTrainer, FleetControl
 from tests.fleet.fake_server import FleetKit, until
 from tests.run_token import TOKEN
 
@@ -153,38 +152,6 @@ async def native(native_kit: FleetKit, model_folder: Path) -> AsyncIterator[Nati
         await server.die()
 
 
-class FakeTrainEngine:
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.model.named_parameters()
-
-    def weight_specs(self) -> list[WeightSpec]:
-        return [
-            WeightSpec(name=name, shape=list(value.shape), dtype=str(value.dtype).removeprefix("torch."))
-            for name, value in self.model.named_parameters()
-        ]
-
-
-class FleetControl:
-    """A trainer's line to the fleet without the controller between."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._loop = asyncio.get_running_loop()
-
-    def start_update(self, update: WeightUpdate) -> None:
-        return None  # `publish` does all of it
-
-    def publish(self, update: WeightUpdate) -> None:
-        future: Future[None] = asyncio.run_coroutine_threadsafe(self._fleet.update_weights(update), self._loop)
-        future.result(timeout=250)
-
-    def live_replicas(self, version: int) -> list[str]:
-        return self._fleet.live_replicas(version)
-
-
 def a_request(name: str, num_tokens: int, **changes: Any) -> GenerationRequest:
     gconfig = GenerationHyperparameters(max_new_tokens=num_tokens, ignore_eos=True)
     gconfig = dataclasses.replace(gconfig, **{k: v for k, v in changes.items() if k not in ("seed", "group_id")})
@@ -240,7 +207,7 @@ async def test_disk_http_and_collective_bring_the_same_weights(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     fleet = await native.fleet(2, schedule_policy="round_robin")
     control = FleetControl(fleet)
-    engine = FakeTrainEngine(make_model(1))
+    engine = FixedTrainer(make_model(1))
     disk = DiskChannel(engine, FakeRanks(), control, tmp_path)  # type: ignore[arg-type]
     http = HttpChannel(engine, FakeRanks(), control, host=Host(), model_folder=None)  # type: ignore[arg-type]
     collective = CollectiveChannel(  # type: ignore[arg-type]
@@ -293,7 +260,7 @@ async def test_a_switch_in_mid_answer_splits_it_exactly(native: NativeKit, tmp_p
     fleet = await native.fleet(1, weight_update=mode)
     old, new = make_model(0), make_model(1)
     channel = DiskChannel(
-        FakeTrainEngine(new),  # type: ignore[arg-type]
+        FixedTrainer(new),  # type: ignore[arg-type]
         FakeRanks(),
         FleetControl(fleet),
         tmp_path,

@@ -20,8 +20,9 @@ import areal
 from areal.weights.disk import DiskChannel
 from tests.expect import serve
 from tests.fake_ranks import FakeRanks
+from tests.fixed_trainer import FixedTrainer, FleetControl
 from tests.fleet.fake_server import FleetKit
-from tests.fleet.test_fleet_native import FakeTrainEngine, FleetControl, NativeKit, a_request, make_model
+from tests.fleet.test_fleet_native import NativeKit, a_request, make_model
 
 ROOT = str(Path(areal.__file__).parent)
 
@@ -85,7 +86,7 @@ async def test_a_request_and_a_weight_version_enter_few_functions(
     assert functions <= 184, functions
     assert files <= 20, files
     assert changes <= 86, changes
-    channel = DiskChannel(FakeTrainEngine(make_model(1)), FakeRanks(), FleetControl(fleet), tmp_path)  # type: ignore[arg-type]
+    channel = DiskChannel(FixedTrainer(make_model(1)), FakeRanks(), FleetControl(fleet), tmp_path)  # type: ignore[arg-type]
     await asyncio.to_thread(serve, channel, 1)
     with walk:
         await asyncio.to_thread(serve, channel, 2)

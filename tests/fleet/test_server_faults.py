@@ -28,8 +28,9 @@ from areal.weights.collective import SETTLE_S, CollectiveChannel
 from areal.weights.disk import DiskChannel
 from tests.expect import serve
 from tests.fake_ranks import FakeRanks
+from tests.fixed_trainer import FixedTrainer, FleetControl
 from tests.fleet.fake_server import FleetKit
-from tests.fleet.test_fleet_native import FakeTrainEngine, FleetControl, a_request, make_model
+from tests.fleet.test_fleet_native import a_request, make_model
 from tests.run_token import TOKEN
 
 pytestmark = pytest.mark.slow
@@ -218,7 +219,7 @@ async def test_a_server_killed_during_an_update_does_not_delay_others(
     servers: Servers, tmp_path: Path, kind: str, path: str, count: int, number: signal.Signals
 ) -> None:
     fleet = await servers.fleet("big", weight_update_timeout_s=120.0, schedule_policy="round_robin")
-    engine, control = FakeTrainEngine(big_model(1)), FleetControl(fleet)
+    engine, control = FixedTrainer(big_model(1)), FleetControl(fleet)
     channel: DiskChannel | CollectiveChannel
     if kind == "disk":
         channel = DiskChannel(engine, FakeRanks(), control, tmp_path / "weights")  # type: ignore[arg-type]

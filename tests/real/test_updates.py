@@ -18,9 +18,10 @@ from areal.engine.mesh import TrainerMesh
 from areal.weights.disk import AdapterChannel
 from tests.expect import serve
 from tests.fake_ranks import FakeRanks
+from tests.fixed_trainer import FixedTrainer, FleetControl
 from tests.real.conftest import Reference
 from tests.servers.real_server import RealServer
-from tests.servers.server_kit import FixedTrainer, FleetControl, Kit, a_request, largest_gap, tokens_made
+from tests.servers.server_kit import Kit, a_request, largest_gap, tokens_made
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 96

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig
-from areal.api.data import GenerationRequest, GenerationResponse, WeightSpec, WeightUpdate
+from areal.api.data import GenerationRequest, GenerationResponse
 from areal.data.image_files import RunImages
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import AnswerForm, Replica
@@ -25,6 +23,7 @@ from areal.system.network import Host
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel, HttpChannel
 from tests.fake_ranks import FakeRanks
+from tests.fixed_trainer import FixedTrainer, FleetControl
 from tests.servers.checkpoints import Scorer, token_id
 from tests.servers.real_server import Backend, RealServer
 
@@ -36,40 +35,6 @@ SGLANG_ONLY = pytest.mark.parametrize(
     "backend", [pytest.param("sglang", marks=pytest.mark.sglang)], indirect=True, scope="session"
 )
 PROMPT = [token_id(character) for character in "sort: 73915="]
-
-
-class FixedTrainer:
-    """A train engine of one rank whose weights are a model's."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.model.named_parameters()
-
-    def weight_specs(self) -> list[WeightSpec]:
-        return [
-            WeightSpec(name=name, shape=list(value.shape), dtype=str(value.dtype).removeprefix("torch."))
-            for name, value in self.model.named_parameters()
-        ]
-
-
-class FleetControl:
-    """A trainer's line to the fleet without the controller between."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._loop = asyncio.get_running_loop()
-
-    def start_update(self, update: WeightUpdate) -> None:
-        return None  # `publish` does all of it
-
-    def publish(self, update: WeightUpdate) -> None:
-        future: Future[None] = asyncio.run_coroutine_threadsafe(self._fleet.update_weights(update), self._loop)
-        future.result(timeout=120)
-
-    def live_replicas(self, version: int) -> list[str]:
-        return self._fleet.live_replicas(version)
 
 
 class Kit:

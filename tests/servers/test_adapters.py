@@ -17,7 +17,8 @@ from areal.engine.mesh import TrainerMesh
 from areal.weights.disk import AdapterChannel
 from tests.expect import serve
 from tests.fake_ranks import FakeRanks
-from tests.servers.server_kit import PROMPT, TOLERANCE, FleetControl, Kit, SpareServer, a_request, largest_gap
+from tests.fixed_trainer import FleetControl
+from tests.servers.server_kit import PROMPT, TOLERANCE, Kit, SpareServer, a_request, largest_gap
 
 pytestmark = pytest.mark.timeout(600)
 LORA = LoRAConfig(rank=4, alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "down_proj"], init="pissa")

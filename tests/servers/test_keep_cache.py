@@ -12,10 +12,11 @@ from transformers import DynamicCache
 
 from areal.api.data import ProbeScore, WeightUpdate
 from tests.expect import serve
+from tests.fixed_trainer import FixedTrainer
 from tests.servers.checkpoints import Scorer, build_model, token_id
 from tests.servers.conftest import with_old_weights
 from tests.servers.real_server import Backend, RealServer
-from tests.servers.server_kit import PROMPT, TOLERANCE, FixedTrainer, Kit, a_request, largest_gap, tokens_made
+from tests.servers.server_kit import PROMPT, TOLERANCE, Kit, a_request, largest_gap, tokens_made
 from tests.servers.test_interruption import ATTEMPTS, NUM_TOKENS
 
 

@@ -24,10 +24,11 @@ from areal.system.discovery import FileRegistry
 from areal.weights.collective import CollectiveChannel
 from tests.expect import serve
 from tests.fake_ranks import FakeRanks
+from tests.fixed_trainer import FixedTrainer, FleetControl
 from tests.run_token import TOKEN
 from tests.servers.checkpoints import Scorer, build_model
 from tests.servers.real_server import RealServer
-from tests.servers.server_kit import TOLERANCE, FixedTrainer, FleetControl, Kit, a_request, eventually, gap
+from tests.servers.server_kit import TOLERANCE, Kit, a_request, eventually, gap
 
 REAL = "server-2"
 """Rank 3. Its buckets come from rank 2 (server-1), because gloo broadcasts along a tree."""

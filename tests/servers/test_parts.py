@@ -22,10 +22,11 @@ from areal.system.discovery import FileRegistry
 from areal.system.network import Host
 from areal.system.run_paths import RunPaths
 from tests.expect import serve
+from tests.fixed_trainer import FixedTrainer
 from tests.process_context import a_context
 from tests.servers.checkpoints import Scorer, build_model
 from tests.servers.real_server import READY_LIMIT_S, Backend, server_start
-from tests.servers.server_kit import TOLERANCE, FixedTrainer, Kit, a_request, gap
+from tests.servers.server_kit import TOLERANCE, Kit, a_request, gap
 
 CONFIG = """
 experiment_name: parts

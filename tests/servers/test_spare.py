@@ -15,8 +15,9 @@ from areal.api.data import GenerationRequest, GenerationResponse
 from areal.api.errors import RequestError
 from areal.fleet.fleet import Fleet
 from tests.expect import serve
+from tests.fixed_trainer import FixedTrainer
 from tests.servers.checkpoints import Scorer, build_model
-from tests.servers.server_kit import PROMPT, TOLERANCE, FixedTrainer, Kit, SpareServer, a_request, largest_gap
+from tests.servers.server_kit import PROMPT, TOLERANCE, Kit, SpareServer, a_request, largest_gap
 
 pytestmark = pytest.mark.timeout(600)
 RANK, ALPHA = 4, 8

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.expect import serve
+from tests.fixed_trainer import FixedTrainer
 from tests.servers.checkpoints import Scorer, build_model
 from tests.servers.real_server import Backend, RealServer
-from tests.servers.server_kit import TOLERANCE, FixedTrainer, Kit, a_request, gap
+from tests.servers.server_kit import TOLERANCE, Kit, a_request, gap
 
 
 @pytest.mark.timeout(600)

@@ -16,9 +16,10 @@ from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError, WeightSyncError
 from areal.fleet.fleet import Fleet
 from tests.expect import serve
+from tests.fixed_trainer import FixedTrainer
 from tests.servers.checkpoints import Scorer, build_model
 from tests.servers.real_server import RealServer
-from tests.servers.server_kit import PROMPT, TOLERANCE, FixedTrainer, Kit, a_request, gap, largest_gap
+from tests.servers.server_kit import PROMPT, TOLERANCE, Kit, a_request, gap, largest_gap
 
 
 async def greedy(fleet: Fleet, version: int) -> tuple[list[int], list[float]]:

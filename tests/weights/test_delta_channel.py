@@ -20,8 +20,9 @@ from areal.weights import disk
 from areal.weights.disk import DeltaChannel
 from tests.expect import serve
 from tests.fake_ranks import FakeRanks
+from tests.fixed_trainer import FixedTrainer
 from tests.system.test_delta_transfer import copied
-from tests.weights.test_weight_channels import FakeTrainEngine, assert_same
+from tests.weights.test_weight_channels import assert_same
 
 __all__ = ("copied",)
 
@@ -89,7 +90,7 @@ class Machines:
 
 @dataclass
 class Setup:
-    engine: FakeTrainEngine
+    engine: FixedTrainer
     channel: DeltaChannel
     machines: Machines
     copied: list[tuple[str, int]]
@@ -109,7 +110,7 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: list[tuple[st
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     torch.manual_seed(3)
-    engine = FakeTrainEngine(large_model())
+    engine = FixedTrainer(large_model())
     machines = Machines([Machine(tmp_path / "one")])
     made = Setup(engine, new_channel(engine, machines), machines, copied)
     yield made
@@ -118,7 +119,7 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: list[tuple[st
         machine.puller.close()
 
 
-def new_channel(engine: FakeTrainEngine, machines: Machines, rank: int = 0) -> DeltaChannel:
+def new_channel(engine: FixedTrainer, machines: Machines, rank: int = 0) -> DeltaChannel:
     return DeltaChannel(engine, FakeRanks(rank), machines, host=Host())  # type: ignore[arg-type]
 
 

@@ -18,10 +18,11 @@ from areal.weights import disk as disk_module
 from areal.weights.disk import DiskChannel
 from tests.expect import raises_code, serve
 from tests.fake_ranks import FakeRanks
-from tests.weights.test_weight_channels import FakeTrainEngine, assert_same, make_model
+from tests.fixed_trainer import FixedTrainer
+from tests.weights.test_weight_channels import assert_same, make_model
 
 
-def disk_channel(engine: FakeTrainEngine, control: object, folder: Path, **options: object) -> DiskChannel:
+def disk_channel(engine: FixedTrainer, control: object, folder: Path, **options: object) -> DiskChannel:
     return DiskChannel(engine, FakeRanks(), control, RunPaths(folder).weights, **options)  # type: ignore[arg-type]
 
 
@@ -54,7 +55,7 @@ def test_disk_weights_arrive_and_old_versions_are_removed(
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     replica = DiskReplica(make_model(1))
-    engine = FakeTrainEngine(make_model(2))
+    engine = FixedTrainer(make_model(2))
     channel = disk_channel(engine, replica, tmp_path, model_folder=tmp_path / "model")
     stale = tmp_path / "weights" / "v000099"  # from before a recovery
     stale.mkdir(parents=True)
@@ -75,7 +76,7 @@ def test_disk_weights_arrive_and_old_versions_are_removed(
 
 def test_the_trainer_continues_while_the_servers_read_the_folder(tmp_path: Path) -> None:
     replica = DiskReplica(make_model(1))
-    channel = disk_channel(FakeTrainEngine(make_model(2)), replica, tmp_path)
+    channel = disk_channel(FixedTrainer(make_model(2)), replica, tmp_path)
     for version in (1, 2, 3):
         channel.publish(version)
         assert (replica.started, len(replica.paths)) == (list(range(1, version + 1)), version - 1)
@@ -89,7 +90,7 @@ def test_a_failed_disk_publication_gathers_all_weights(tmp_path: Path) -> None:
         def publish(self, update: WeightUpdate) -> None:
             raise WeightSyncError("refused", code="fleet.update_failed")
 
-    engine = FakeTrainEngine(make_model(1))
+    engine = FixedTrainer(make_model(1))
     with raises_code("fleet.update_failed"):
         serve(disk_channel(engine, Refusing(make_model(2)), tmp_path), 1)
     assert engine.num_gathered == 3
@@ -102,7 +103,7 @@ def test_a_failed_disk_publication_gathers_all_weights(tmp_path: Path) -> None:
 
 
 def test_the_same_memory_under_two_names_is_written_twice(tmp_path: Path) -> None:
-    class Tied(FakeTrainEngine):
+    class Tied(FixedTrainer):
         def named_weights(self) -> Iterator[tuple[str, Tensor]]:
             yield from self.model.named_parameters(remove_duplicate=False)
 

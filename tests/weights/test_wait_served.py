@@ -11,7 +11,8 @@ from areal.api.data import WeightUpdate
 from areal.api.errors import WeightSyncError
 from areal.weights import collective as collective_module
 from tests.expect import raises_code, serve
-from tests.weights.test_weight_channels import FakeTrainEngine, Replicas, assert_same, channel_of, make_model
+from tests.fixed_trainer import FixedTrainer
+from tests.weights.test_weight_channels import Replicas, assert_same, channel_of, make_model
 
 
 class Installing(Replicas):
@@ -31,7 +32,7 @@ class Installing(Replicas):
 
 def test_the_trainer_continues_while_the_replicas_install_the_weights() -> None:
     control = Installing(make_model(1), failures=[])
-    channel = channel_of(FakeTrainEngine(make_model(2)), control)
+    channel = channel_of(FixedTrainer(make_model(2)), control)
     channel.publish(1)  # returns although the update cannot end
     control.may_end.set()
     channel.wait_served()
@@ -48,7 +49,7 @@ def test_weights_that_no_replica_installs_are_sent_again(
     model = make_model(1)
     failures = [WeightSyncError("not installed", code="fleet.update_failed") for _ in range(num_failures)]
     control = Installing(model, failures=list(failures))
-    engine = FakeTrainEngine(make_model(2))
+    engine = FixedTrainer(make_model(2))
     channel = channel_of(engine, control)
     channel.publish(1)
     control.may_end.set()
@@ -68,7 +69,7 @@ def test_weights_are_sent_again_before_they_were_waited_for(monkeypatch: pytest.
     monkeypatch.setattr(collective_module, "SETTLE_S", 0.0)
     control = Installing(make_model(1), failures=[WeightSyncError("lost", code="fleet.update_failed")])
     control.may_end.set()
-    channel = channel_of(FakeTrainEngine(make_model(2)), control)
+    channel = channel_of(FixedTrainer(make_model(2)), control)
     channel.publish(1)
     serve(channel, 1)
     assert [update.version for update in control.updates] == [1, 1]

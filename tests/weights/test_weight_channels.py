@@ -17,6 +17,7 @@ from areal.weights.collective import CollectiveChannel, plan_buckets
 from areal.weights.weight_files import checksum_of
 from tests.expect import serve
 from tests.fake_ranks import FakeRanks
+from tests.fixed_trainer import FixedTrainer
 
 
 def make_model(seed: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -24,25 +25,6 @@ def make_model(seed: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     model = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 8), nn.Linear(8, 7, bias=False)).to(dtype)
     model[2].weight = model[0].weight
     return model
-
-
-class FakeTrainEngine:
-    """A rank that holds whole weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.num_gathered = 0
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, value in self.model.named_parameters():
-            self.num_gathered += 1
-            yield name, value
-
-    def weight_specs(self) -> list[WeightSpec]:
-        return [
-            WeightSpec(name=name, shape=list(value.shape), dtype=str(value.dtype).removeprefix("torch."))
-            for name, value in self.model.named_parameters()
-        ]
 
 
 class Threads:
@@ -139,7 +121,7 @@ def test_within_a_bucket_the_widest_dtypes_come_first() -> None:
 
 
 def channel_of(
-    engine: FakeTrainEngine, control: object, ranks: FakeRanks | None = None, **options: object
+    engine: FixedTrainer, control: object, ranks: FakeRanks | None = None, **options: object
 ) -> CollectiveChannel:
     settings = {"bucket_bytes": 300, "backend": "gloo", "timeout_s": 60.0} | options
     return CollectiveChannel(engine, ranks or FakeRanks(), control, **settings)  # type: ignore[arg-type]
@@ -150,7 +132,7 @@ def channel_of(
 def test_collective_weights_arrive_at_all_replicas(dtype: torch.dtype, sent: str) -> None:
     models = [make_model(1, dtype), make_model(2, dtype)]
     control = Replicas(*models)
-    engine = FakeTrainEngine(make_model(3))
+    engine = FixedTrainer(make_model(3))
     if sent != "float32":
         engine.model = with_narrow_bias(engine.model)
     channel = channel_of(engine, control, bucket_bytes=300 if sent == "float32" else 600)
@@ -210,7 +192,7 @@ class TwoRanks:
 def test_a_replica_of_two_ranks_has_two_ranks_of_the_group() -> None:
     models = [make_model(seed) for seed in (1, 2, 3, 4)]
     control = TwoRanks(Replicas(*models[:2]), *models[2:])
-    engine = FakeTrainEngine(make_model(5))
+    engine = FixedTrainer(make_model(5))
     channel = channel_of(engine, control, ranks_per_replica=2)
     serve(channel, 1)
     for model in models:
@@ -220,7 +202,7 @@ def test_a_replica_of_two_ranks_has_two_ranks_of_the_group() -> None:
 
 def test_weights_without_a_spec_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_module, "SETTLE_S", 0.0)
-    engine = FakeTrainEngine(make_model(3))
+    engine = FixedTrainer(make_model(3))
     announced = engine.weight_specs()
     engine.weight_specs = lambda: announced  # type: ignore[method-assign]
     engine.model = make_model(3, torch.bfloat16)
@@ -231,7 +213,7 @@ def test_weights_without_a_spec_are_not_sent(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_trainer_that_fails_between_buckets_is_not_retried() -> None:
-    class Failing(FakeTrainEngine):
+    class Failing(FixedTrainer):
         def named_weights(self) -> Iterator[tuple[str, Tensor]]:
             for name, value in super().named_weights():
                 if name == "1.bias":
@@ -250,7 +232,7 @@ def test_a_new_replica_makes_a_new_group() -> None:
     models = [make_model(1), make_model(2)]
     control = Replicas(*models)
     control.live = ["r0"]
-    engine = FakeTrainEngine(make_model(3))
+    engine = FixedTrainer(make_model(3))
     channel = channel_of(engine, control)
     serve(channel, 1)
     control.live = ["r0", "r1"]
@@ -266,7 +248,7 @@ def test_a_replica_that_dies_during_a_broadcast_costs_at_most_an_attempt(monkeyp
     monkeypatch.setattr(collective_module, "JOIN_TIMEOUT_S", 1e4)  # longer than the test may take
     models = [make_model(1), make_model(2)]
     control = Replicas(*models)
-    engine = FakeTrainEngine(make_model(3))
+    engine = FixedTrainer(make_model(3))
     channel = channel_of(engine, control, timeout_s=1e4)
     serve(channel, 1)
     control.die_at = 1
@@ -282,7 +264,7 @@ def test_a_replica_that_dies_during_a_broadcast_costs_at_most_an_attempt(monkeyp
 
 def test_nothing_is_sent_when_every_replica_serves_the_version() -> None:
     control = Replicas(make_model(1))
-    channel = channel_of(FakeTrainEngine(make_model(3)), control, timeout_s=5.0)
+    channel = channel_of(FixedTrainer(make_model(3)), control, timeout_s=5.0)
     control.live = []
     control.served = 4
     serve(channel, 4)
@@ -298,7 +280,7 @@ def test_a_refused_publication_ends_the_broadcast(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(collective_module, "JOIN_TIMEOUT_S", 1e4)  # longer than the test may take
     model = make_model(1)
     control = Replicas(model)
-    engine = FakeTrainEngine(make_model(3))
+    engine = FixedTrainer(make_model(3))
     channel = channel_of(engine, control, timeout_s=1e4)
     for error, num_attempts in ((WeightSyncError("no replica took it"), 3), (RequestError("no such fleet"), 1)):
         control.fail = error
@@ -315,7 +297,7 @@ def test_a_refused_publication_ends_the_broadcast(monkeypatch: pytest.MonkeyPatc
 
 def test_a_publication_without_replicas_ends() -> None:
     control = Replicas()
-    channel = channel_of(FakeTrainEngine(make_model(3)), control, timeout_s=0.1)
+    channel = channel_of(FixedTrainer(make_model(3)), control, timeout_s=0.1)
     with pytest.raises(WeightSyncError) as error:
         serve(channel, 1)
     assert error.value.code == "weights.no_replica"
@@ -327,7 +309,7 @@ def test_all_ranks_gather_the_same_weights_and_fail_together(fails: bool, monkey
     group = Threads(2)
     control = Replicas(make_model(1))
     control.fail = WeightSyncError("refused") if fails else None
-    engines = [FakeTrainEngine(make_model(3)) for _ in range(2)]
+    engines = [FixedTrainer(make_model(3)) for _ in range(2)]
     channels = [channel_of(engine, control, FakeRanks(rank, group)) for rank, engine in enumerate(engines)]
     errors: list[Exception] = []
     checksums: list[str] = []

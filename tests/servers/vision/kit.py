@@ -29,7 +29,8 @@ from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel, HttpChannel
 from tests.engine.vision_cases import transformers_inputs
 from tests.expect import serve
-from tests.servers.server_kit import FixedTrainer, largest_gap, tokens_made
+from tests.fixed_trainer import FixedTrainer
+from tests.servers.server_kit import largest_gap, tokens_made
 
 EXACT = 5e-6
 """Largest distance of each implementation in float32 from float64, so that two differ by 1e-5 at most."""

@@ -21,8 +21,9 @@ from areal.fleet.vllm import VLLM
 from areal.weights.disk import AdapterChannel
 from tests.expect import serve
 from tests.fake_ranks import FakeRanks
+from tests.fixed_trainer import FleetControl
 from tests.servers.real_server import Backend, RealServer
-from tests.servers.server_kit import FleetControl, Kit, largest_gap
+from tests.servers.server_kit import Kit, largest_gap
 from tests.servers.vision.kit import EXACT, SIZES, Ask, Pair, answers, serves
 
 pytestmark = pytest.mark.timeout(900)
