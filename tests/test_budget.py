@@ -27,34 +27,34 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    "agent": Size(6573, 20, 0),
-    "algorithm": Size(2508, 17, 33),
+    "agent": Size(6565, 20, 0),
+    "algorithm": Size(2501, 17, 33),
     "api": Size(8917, 28, 579),
     "areal": Size(66, 2, 0),
-    "cli": Size(3841, 17, 0),
-    "data": Size(3870, 17, 0),
+    "cli": Size(3831, 17, 0),
+    "data": Size(3853, 17, 0),
     "engine": Size(8137, 26, 0),
-    "environments": Size(2055, 13, 0),
+    "environments": Size(2054, 13, 0),
     "evaluate": Size(968, 5, 0),
     "fleet": Size(6206, 15, 0),
     "importers": Size(3417, 8, 0),
     "inference": Size(5925, 17, 0),
-    "launcher": Size(8693, 25, 0),
-    "ledger": Size(4010, 11, 0),
+    "launcher": Size(8612, 25, 0),
+    "ledger": Size(3991, 11, 0),
     "models": Size(1486, 10, 0),
-    "observe": Size(2102, 11, 0),
-    "planner": Size(2402, 11, 0),
+    "observe": Size(2092, 11, 0),
+    "planner": Size(2396, 11, 0),
     "replay": Size(1009, 5, 0),
     "reward": Size(3446, 13, 0),
-    "rollout": Size(4074, 12, 0),
-    "serve": Size(3925, 14, 0),
+    "rollout": Size(4058, 12, 0),
+    "serve": Size(3914, 14, 0),
     "server_side": Size(682, 8, 0),
-    "system": Size(3331, 15, 0),
-    "trainer": Size(5599, 25, 0),
+    "system": Size(3320, 15, 0),
+    "trainer": Size(5563, 25, 0),
     "weights": Size(1029, 6, 0),
-    "workflow": Size(1781, 8, 0),
+    "workflow": Size(1774, 8, 0),
 }
-TESTS_LINES = 96660
+TESTS_LINES = 96190
 
 
 def option_classes() -> Iterator[type[Any]]:
