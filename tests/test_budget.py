@@ -29,11 +29,11 @@ class Size(NamedTuple):
 BUDGET = {
     "agent": Size(6565, 20, 0),
     "algorithm": Size(2501, 17, 33),
-    "api": Size(8917, 28, 579),
+    "api": Size(8949, 28, 581),
     "areal": Size(66, 2, 0),
     "cli": Size(3831, 17, 0),
     "data": Size(3853, 17, 0),
-    "engine": Size(8137, 26, 0),
+    "engine": Size(8288, 27, 0),
     "environments": Size(2054, 13, 0),
     "evaluate": Size(968, 5, 0),
     "fleet": Size(6206, 15, 0),
@@ -54,7 +54,7 @@ BUDGET = {
     "weights": Size(1029, 6, 0),
     "workflow": Size(1774, 8, 0),
 }
-TESTS_LINES = 96190
+TESTS_LINES = 96600
 
 
 def option_classes() -> Iterator[type[Any]]:

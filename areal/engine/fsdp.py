@@ -36,6 +36,7 @@ from areal.engine.checkpoint import (
     own_pieces,
     write_folder,
 )
+from areal.engine.float8 import Float8Layers
 from areal.engine.hf_model import (
     compute_buffers,
     copy_stored_part,
@@ -187,6 +188,7 @@ class FSDPEngine:
         repeats_passes: bool = True,
         vision: VisionReader | None = None,
         copies: ComputeCopies | None = None,
+        float8: Float8Layers | None = None,
     ) -> None:
         """`dtype` is the compute type; `source` the checkpoint folder whose tokenizer goes into exports.
         `shard_size`: ranks that split the weights together with the tensor ranks (None: all data and context ranks);
@@ -195,7 +197,7 @@ class FSDPEngine:
         `as_trees`: tokens that the sequences of a micro-batch share are computed once, where that saves enough.
         `repeats_passes`: a pass in training gives the log-probabilities of `forward`, as there is no dropout.
         `vision`: reads the images of batches (None: the model takes none).
-        `copies`: of the weights of a model that is whole and not in `dtype`.
+        `copies`: of the weights of a model that is whole and not in `dtype`. `float8`: layers that compute in 8 bits.
         """
         self.repeats_passes = repeats_passes
         self._model = model
@@ -215,6 +217,7 @@ class FSDPEngine:
         self._micro_batch = partial(make_micro_batch, device=mesh.device, keeps_last=keeps_last)
         self._vision = vision
         self._copies = copies
+        self._float8 = float8
         self._runs_tower = False
         """Whether any rank has images in the batch of the running call."""
         towers = (
@@ -305,6 +308,8 @@ class FSDPEngine:
         return metrics
 
     def _in_compute_type(self) -> AbstractContextManager[None]:
+        if self._float8 is not None:
+            self._float8.scale_weights()
         return nullcontext() if self._copies is None else self._copies.in_model()
 
     def _routed_pass(
@@ -535,7 +540,7 @@ def build_fsdp_engine(
     hf_model = load_model(folder, config, **kind, **how, attention=attention, takes_images=vision is not None)
     _require_whole_states(hf_model, mesh.dims)
     routing = Routing(routers_of(hf_model), hf_model.config.get_text_config(), config)
-    adapters = _prepare(hf_model, config, mesh)
+    adapters, float8 = _prepare(hf_model, config, mesh, is_sharded=not is_whole)
     model = _token_model(hf_model, config, role, mesh, outputs, () if layout is None else layout.banned_ids)
     model.offloads_activations = config.gradient_checkpointing and config.checkpointing == "offload"
     copies: ComputeCopies | None = None
@@ -543,6 +548,7 @@ def build_fsdp_engine(
         model.to(mesh.device)
         exact = [] if vision is not None else other_towers(hf_model)
         exact += [hf_model.get_submodule("score")] if isinstance(model, ValueModel) else []
+        exact += [] if float8 is None else float8.exact
         copies = ComputeCopies(model, compute, exact=exact) if is_mixed else None
     else:
         _shard(model, config, mesh, compute=compute, stored=stored, runs_towers=vision is not None)
@@ -565,6 +571,7 @@ def build_fsdp_engine(
         as_trees=_as_trees(hf_model, config, mesh.dims, mesh.device),
         vision=vision,
         copies=copies,
+        float8=float8,
     )
 
 
@@ -590,7 +597,8 @@ def check_model(config: TrainEngineConfig, *, role: ModelRole, dims: ParallelDim
     _require_whole_states(model, dims)
     _as_trees(model, config, dims, mesh.device)
     Routing(routers_of(model), model.config.get_text_config(), config)
-    _prepare(model, replace(config, compile=False), mesh)  # its compiler may be on the machines of the trainers alone
+    # its compiler may be on the machines of the trainers alone
+    _prepare(model, replace(config, compile=False), mesh, is_sharded=True)
     _token_model(model, config, role, mesh, None, () if layout is None else layout.banned_ids)
     if dims.world_size > 1 or compute != torch.float32:
         compute_buffers(model, mesh.device)
@@ -673,14 +681,21 @@ def _freeze(hf_model: PreTrainedModel, patterns: Sequence[str]) -> None:
             weights[name].requires_grad_(False)
 
 
-def _prepare(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: TrainerMesh) -> Adapters | None:
-    """What is between construction and sharding, in this order: adapters, tensor plan, checkpointing, compilation."""
+def _prepare(
+    hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: TrainerMesh, *, is_sharded: bool
+) -> tuple[Adapters | None, Float8Layers | None]:
+    """What is between construction and sharding, in this order: adapters, FP8, tensor plan, checkpointing,
+    compilation."""
     if config.optimizer is None:
         hf_model.requires_grad_(False)
     _freeze(hf_model, config.freeze)
     adapters = None if config.lora is None else Adapters(hf_model, config.lora)
     if config.lora is not None and mesh.rank == 0 and (text := frozen_experts(hf_model, config.lora)):
         get_logger("engine").warning(text)
+    float8 = None
+    if config.fp8 is not None:
+        shards = config.fsdp.shard_size or mesh.dims.dp * mesh.dims.cp
+        float8 = Float8Layers(hf_model, config.fp8, mesh=mesh, shards=shards, is_sharded=is_sharded)
     if mesh.tensor.size > 1:
         apply_tensor_plan(hf_model, mesh.device_mesh(config.fsdp.shard_size)["tensor"])
     if mesh.dims.ep > 1:
@@ -692,7 +707,7 @@ def _prepare(hf_model: PreTrainedModel, config: TrainEngineConfig, mesh: Trainer
         require_compiler(mesh.device)
         for unit in units:
             unit.forward = torch.compile(unit.forward, dynamic=True)  # FSDP's hooks remain outside
-    return adapters
+    return adapters, float8
 
 
 def _token_model(

@@ -1,7 +1,7 @@
 """LoRA adapters in a Hugging Face model: layers, initial values, merged weights, and the base model without them."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -22,7 +22,7 @@ from areal.models.recurrent_layers import linear_without_call
 DOWN, UP = "lora_A", "lora_B"
 START_DOWN, START_UP = "start_A", "start_B"
 """Initial values that are not zero together: their product is subtracted, so that training begins at the base model."""
-_ROUTERS = {"gate", "router"}
+ROUTERS = {"gate", "router"}
 _NAMES = (DOWN, UP, START_DOWN, START_UP)
 
 
@@ -53,6 +53,7 @@ class LoRALinear(nn.Linear):
                 value = nn.Parameter(empty, requires_grad=name in (DOWN, UP))
             layer.register_parameter(name, value)
         layer.scale, layer.dropout, layer.is_enabled = config.scale, config.dropout, True
+        layer.product = F.linear
         return layer
 
     scale: float
@@ -61,9 +62,11 @@ class LoRALinear(nn.Linear):
     """False: the output is that of the base model."""
     own_columns: slice = slice(None)
     """The columns of W, of all `in_features`, that this tensor rank has."""
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    """x W^T + b of the frozen layer."""
 
     def forward(self, input: Tensor) -> Tensor:
-        result = F.linear(input, self.weight, self.bias)
+        result = self.product(input, self.weight, self.bias)
         if not self.is_enabled:
             return result
         given = input
@@ -252,7 +255,7 @@ def _targets(model: PreTrainedModel, config: LoRAConfig) -> dict[str, nn.Linear]
     every = targets == ALL_LINEAR or (not isinstance(targets, str) and ALL_LINEAR in targets)
     others = {id(module) for tower in other_towers(model) for module in tower.modules()} if every else set[int]()
     if every and has_experts:
-        others |= {id(one) for name, one in linear.items() if _ROUTERS & set(name.split("."))}
+        others |= {id(one) for name, one in linear.items() if ROUTERS & set(name.split("."))}
     result = {
         name: one for name, one in linear.items() if (every or is_target(name, targets)) and id(one) not in others
     }

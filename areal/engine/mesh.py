@@ -128,7 +128,8 @@ def copies_of(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's shard of a sharded tensor, sharing its memory; any other tensor itself."""
     detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
+    own = detached.to_local() if isinstance(detached, DTensor) else detached
+    return vars(own).get("_tensor", own)  # torchao wraps weights that ranks gather in 8 bits
 
 
 def sharded_as(weight: Tensor, part: Tensor) -> Tensor:

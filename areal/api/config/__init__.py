@@ -51,6 +51,7 @@ from areal.api.config.policy_losses import AdaptiveEntropyConfig, AssemblyOption
 from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig, NativeServerConfig, RewardConfig
 from areal.api.config.teacher import TeacherConfig, TeacherServersConfig
 from areal.api.config.train import (
+    Float8Config,
     FSDPEngineConfig,
     FSDPWrapPolicy,
     LoRAConfig,

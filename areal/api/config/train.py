@@ -318,12 +318,38 @@ class FSDPEngineConfig:
     """Ranks that share one copy of the weights (HSDP), a divisor of data x context ranks; null = all."""
 
 
+_NO_RECIPES = {
+    "delayed": "torchao 0.18 has dynamic scaling only: use tensorwise or rowwise",
+    **dict.fromkeys(
+        ("nvfp4", "mxfp4"),
+        "training in 4 bits needs a Blackwell GPU (B200: compute capability 10.0) and a torchao that trains in FP4, "
+        "which 0.18 does not: use rowwise",
+    ),
+}
+_RECIPES = ("rowwise", "rowwise_with_gw_hp", "tensorwise")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Config:
+    """Linear layers compute in 8 bits, by torchao with dynamic scaling; weights, gradients and optimiser do not."""
+
+    recipe: str = option("rowwise", also="cosmos-rl: fp8.quant_recipe, fp8.fp8_recipe, fp4.quant_recipe")
+    """Scale of each row, each row but weight gradients in dtype (rowwise_with_gw_hp), or each tensor (tensorwise)."""
+    filter_fqns: list[str] = section(list[str], also="torchtitan: filter_fqns")
+    """Parts of the names of linear layers that stay in dtype, as do heads, routers, experts and vision towers."""
+
+    def problems(self) -> Problems:
+        if self.recipe not in _RECIPES:
+            default = f"is not one of {', '.join(_RECIPES)}"
+            yield Problem("recipe", f"{self.recipe}: {_NO_RECIPES.get(self.recipe, default)}", "config.not_a_choice")
+
+
 def _trained_by(backend: str) -> Condition:
     trains = f"allocation_mode has {backend} trainers"
     return satisfies("/", lambda config: config.train_backend in ("", backend), trains)
 
 
-_SAME_OUTPUTS = ("path", "temperature", "dtype", "head_dtype", "attn_impl", "logprob_kernel")
+_SAME_OUTPUTS = ("path", "temperature", "dtype", "head_dtype", "attn_impl", "logprob_kernel", "fp8")
 """Options that decide what a frozen model computes."""
 NO_ADAPTERS = "adapts language models, and this model has a new head that is trained whole: remove it"
 
@@ -358,6 +384,8 @@ class TrainEngineConfig:
     """Data type of computation; master weights and optimiser state are float32."""
     head_dtype: str = choice("auto", "auto", "float32", "compute", relevant=when("dtype", "bfloat16"))
     """Data type of logits: compute = that of `dtype`, auto = float32 on CUDA, else compute; as native.head_dtype."""
+    fp8: Float8Config | None = option(None, also="cosmos-rl: train.fp8, train.fp4; AReaL: fp8_config")
+    """Linear layers of the blocks compute in 8 bits: needs torchao, and CUDA from 8.9 on or the CPU, which emulates."""
     logprob_kernel: str = choice("torch", "torch", "liger")
     """Log-probability kernel: torch = blocks of logits, liger = liger-kernel (CUDA only, no entropies)."""
     grad_reduce_dtype: str = choice("float32", "bfloat16", "float32", relevant=given("optimizer"))
@@ -428,6 +456,9 @@ class TrainEngineConfig:
             yield Problem("logprob_kernel", text, "config.unsupported")
         if self.compile:
             yield Problem("compile", "needs fsdp in allocation_mode: use compile=false", "config.unsupported")
+        if self.fp8 is not None:
+            text = "needs fsdp in allocation_mode: use megatron.fp8 and megatron.fp8_recipe"
+            yield Problem("fp8", text, "config.unsupported")
         if self.checkpointing != "full":
             text = f"{self.checkpointing} needs fsdp in allocation_mode: use megatron.recompute_granularity"
             yield Problem("checkpointing", text, "config.unsupported")
