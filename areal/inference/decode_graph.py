@@ -19,6 +19,7 @@ from areal.api.config import NativeServerConfig
 from areal.inference.adapters import AdapterProducts
 from areal.inference.attention import AttentionPlan, LayerCache, LayerShape, PromptGroup, ScoreRules, attend
 from areal.inference.decode_rows import DecodeInputs
+from areal.inference.quantization import QuantizedLinear
 from areal.inference.weight_update import weight_bytes
 from areal.observe.log import get_logger
 
@@ -90,7 +91,7 @@ def _try_packed(decoder: DenseDecoder) -> None:
     """Pack the weights where oneDNN computes the same but for rounding."""
     try:
         decoder.pack()
-        problem = next((text for product in decoder.products if (text := product.packing_problem())), "")
+        problem = next((text for product in decoder.packable if (text := product.packing_problem())), "")
     except RuntimeError as refused:
         problem = str(refused).splitlines()[0]
     if problem:
@@ -120,6 +121,7 @@ class _Product:
 
     def __init__(self, *modules: nn.Linear) -> None:
         self.modules = modules
+        self.is_quantized = any(isinstance(module, QuantizedLinear) for module in modules)
         self._packed: Tensor | None = None
         self._bias: Tensor | None = None
         self.adapters: AdapterProducts | None = None
@@ -159,15 +161,20 @@ class _Product:
             if added is not None:
                 return product.binary(states, added, self._packed, self._bias, "add")
             return product(states, self._packed, self._bias, "none", [], "")
-        results = [linear(states, one.weight, one.bias) for one in self.modules]
+        results = self._results(states)
         result = results[0] if len(results) == 1 else torch.cat(results, dim=-1)
         return result if added is None else added + result
+
+    def _results(self, states: Tensor) -> list[Tensor]:
+        if self.is_quantized:
+            return [_product_of(one, states) for one in self.modules]
+        return [linear(states, one.weight, one.bias) for one in self.modules]
 
     def each(self, states: Tensor) -> list[Tensor]:
         """The products with the modules."""
         if self._packed is not None:
             return self._split(self(states))
-        results = [linear(states, one.weight, one.bias) for one in self.modules]
+        results = self._results(states)
         if self.adapters is not None and self.adapters.is_active:
             self.adapters.add(self.modules, states, results)
         return results
@@ -181,6 +188,11 @@ class _Product:
         exact = self(states)
         unequal = (count for count in range(EQUAL_ROWS - 1, 0, -1) if not self(states[:count]).equal(exact[:count]))
         return 1 + next(unequal, 0)
+
+
+def _product_of(module: nn.Linear, states: Tensor) -> Tensor:
+    is_quantized = isinstance(module, QuantizedLinear)
+    return module.product(states) if is_quantized else linear(states, module.weight, module.bias)
 
 
 class _Layer(NamedTuple):
@@ -218,6 +230,7 @@ class DenseDecoder:
         if "forward" not in self._head.__dict__:  # native.head_dtype has another product
             self._head = _Product(self._head)
             self.products.append(self._head)
+        self.packable = [product for product in self.products if not product.is_quantized]
         self._is_packed = False
 
     def equal_rows(self) -> int:
@@ -232,14 +245,14 @@ class DenseDecoder:
 
     def unpack(self) -> None:
         self._is_packed = False
-        for product in self.products:
+        for product in self.packable:
             product.unpack()
 
     @torch.inference_mode()
     def repack(self) -> None:
         """The weights have changed."""
         if self._is_packed:
-            for product in self.products:
+            for product in self.packable:
                 product.pack()
 
     def logits(self, token_ids: Tensor, positions: Tensor, kept: Tensor | None, plan: AttentionPlan) -> Tensor:

@@ -28,6 +28,7 @@ from areal.inference.decode_rows import SampledRows
 from areal.inference.drafts import Drafts, num_accepted
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, load_model, vocabulary_size
 from areal.inference.prefix_cache import BlockPool, Snapshots
+from areal.inference.quantization import quantize
 from areal.inference.request_parser import RequestLimits
 from areal.inference.scheduler import (
     ALL_TOKENS,
@@ -646,6 +647,8 @@ def build_engine(
     """
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     model = load_model(model_path, dtype, device, from_scratch=from_scratch)
+    if config.quantization != "none":
+        quantize(model, config.quantization)
     shape = ModelShape.read(str(model_path)) if records_experts else None
     if records_experts and not (shape and shape.experts and routers_of(model)):
         raise ConfigError(f"actor.router_replay: {model_path} has no known experts: remove it", code="model.no_router")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from areal.api.config.train import LoRAConfig
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError
+from areal.inference.quantization import quantized_layers
 from areal.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, DOWN, PREFIX, UP, adapter_weights
 from areal.models.checkpoint_files import stored_weights, weight_files
 from areal.models.stored_form import StoredForm, StoredPart
@@ -81,12 +82,13 @@ class ServedWeights:
                 self._places[part.name] = tensor, part
                 if isinstance(tensor, nn.Parameter):  # parameters are required, buffers are optional
                     self._needed.setdefault((id(tensor), part.offset), []).append(part.name)
+        self._quantized = {id(layer.weight): layer for layer in quantized_layers(model)}
         self._device = next(iter(self._places.values()))[0].device
         self._in_host_memory = in_host_memory and self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._second: dict[int, Tensor] = {}
         """The second copy, by id of the model's tensor. Before the first update of a tensor it does not exist."""
-        self._received: dict[str, Tensor] = {}
+        self._received: dict[str, tuple[Tensor, ...]] = {}
         """The tensors of the model whose second copy has new values, by name in the update."""
         self._update_id = ""
         """The update that they belong to, as its sender named it."""
@@ -98,8 +100,9 @@ class ServedWeights:
 
     def allocate(self) -> None:
         """Allocate the second copy now; otherwise the first update does it."""
-        for tensor, _ in self._places.values():
-            self._second_of(tensor)
+        for target, _ in self._places.values():
+            for tensor in self._held(target):
+                self._second_of(tensor)
 
     def check(self, name: str, shape: list[int]) -> None:
         """Raise RequestError unless the model has weight `name` of this shape."""
@@ -123,13 +126,18 @@ class ServedWeights:
         if value.is_floating_point() != target.is_floating_point():
             message = f"weight {name} is {value.dtype}, the model's is {target.dtype}"
             raise RequestError(message, code="weights.do_not_fit")
-        second = part.of(self._second_of(target))
         with torch.no_grad():
-            second.copy_(value)
+            if (layer := self._quantized.get(id(target))) is None:
+                second = part.of(self._second_of(target)).copy_(value)
+            else:
+                second = value.to(target.device, target.dtype)
         if not is_finite(second):
             message = f"weight {name} has numbers that are not finite: the server keeps its weights"
             raise RequestError(message, code="weights.not_finite")
-        self._received[name] = target
+        if layer is not None:
+            for tensor, new in zip(layer.held, layer.scheme.stored(second), strict=True):
+                self._second_of(tensor).copy_(new)
+        self._received[name] = self._held(target)
 
     def start(self, update_id: str) -> None:
         """What follows belongs to the update `update_id`: values of another one are forgotten."""
@@ -147,7 +155,7 @@ class ServedWeights:
         """Exchange the weights of the model and those received. Without a copy, unless the latter are on the host."""
         received, self._received = self._received, {}
         self.merged, self._changes = self._changes, None
-        for target_id, target in {id(target): target for target in received.values()}.items():
+        for target_id, target in {id(one): one for held in received.values() for one in held}.items():
             second = self._second[target_id]
             if self._in_host_memory:
                 target.data.copy_(second, non_blocking=True)
@@ -192,6 +200,11 @@ class ServedWeights:
         if missing := self.missing(set(weights)):
             raise RequestError(f"checkpoint folder {folder} lacks {_listed(missing)}", code="weights.incomplete")
         return weight_files(folder)
+
+    def _held(self, target: Tensor) -> tuple[Tensor, ...]:
+        """The tensors in which the model keeps a weight."""
+        layer = self._quantized.get(id(target))
+        return (target,) if layer is None else layer.held
 
     def _second_of(self, tensor: Tensor) -> Tensor:
         second = self._second.get(id(tensor))
@@ -282,8 +295,11 @@ class ServedWeights:
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of a model's parameters and stored buffers; tied weights count once."""
-    tensors = model.state_dict(keep_vars=True).values()
-    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
+    for layer in quantized_layers(model):
+        del tensors[id(layer.weight)]
+        tensors |= {id(tensor): tensor for tensor in layer.held}
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _listed(names: list[str]) -> str:

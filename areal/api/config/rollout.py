@@ -13,6 +13,15 @@ from areal.api.config.schema import Problem, Problems, below, choice, given, num
 # Options of generation: sampling, and the native inference server.
 
 _SAMPLED = when("greedy", False)
+QUANTIZED_GROUP = 32
+"""Inputs that share a scale in native.quantization=int4."""
+_QUANTIZED_BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.0}
+
+
+def quantization_refusal(kind: str, what: str) -> str:
+    """Why a model with `what` is not served in few bits by native servers."""
+    text = f"native.quantization={kind} covers the linear layers of dense models, and this one has {what}"
+    return f"{text}: remove it, or use vllm or sglang servers with their own `quantization`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +78,8 @@ class NativeServerConfig:
     """Data type of weights and computation."""
     head_dtype: str = choice("auto", "auto", "float32", "compute", relevant=when("dtype", "bfloat16"))
     """Data type of logits: compute = that of `dtype`, auto = float32 on CUDA, else compute."""
+    quantization: str = choice("none", "none", "fp8", "int8", "int4", also="verl, cosmos-rl: rollout.quantization")
+    """Weights of linear layers in fewer bits, per output (int4: per 32 inputs); the server quantises every update."""
     weight_buffer: str = choice("auto", "auto", "device", "host", relevant=when("device", "auto", "cuda"))
     """Second copy of the weights, for updates: device, host = updates wait for a copy, auto = device if it fits."""
     device: str = choice("auto", "auto", "cpu", "cuda")
@@ -112,6 +123,13 @@ class NativeServerConfig:
                 f"{needed / 2**30:.1f} GiB, and a server has {free_bytes / 2**30:.1f} GiB for them: set it to at "
                 f"most {max(free_bytes // state_bytes, 0)}"
             )
+
+    def quantized_bytes(self, count: int, element_bytes: int) -> int:
+        """Bytes of `count` weights of linear layers in the decoder's blocks."""
+        bits = _QUANTIZED_BITS.get(self.quantization, 8.0 * element_bytes)
+        if self.quantization == "int4":
+            bits += 2 * 8 * element_bytes / QUANTIZED_GROUP  # scale and zero
+        return int(count * bits / 8)
 
     @staticmethod
     def packed_bytes(weight_bytes: int) -> int:

@@ -1,0 +1,180 @@
+"""Linear layers of a server with weights in few bits: `native.quantization`.
+
+The rule: the linear layers inside the decoder's blocks are quantised. Embeddings, norms, the output head and vision
+towers keep their type, because few bytes are in them or their errors reach the logits unchanged. A model with experts
+or with layers that have a state is refused: most of its weights are in neither kind of layer. Weights arrive in the
+type of the checkpoint by every path of an update, and the same weights always give the same bits.
+"""
+
+import re
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers.modeling_utils import PreTrainedModel
+
+from areal.api.config.rollout import QUANTIZED_GROUP, quantization_refusal
+from areal.api.errors import ConfigError
+from areal.models.output_head import routers_of
+from areal.models.recurrent_layers import state_layers
+from areal.observe.log import get_logger
+
+_LOG = get_logger(__name__)
+_IN_BLOCK = re.compile(r"(^|\.)layers\.\d+\.")
+_FEW_ROWS = 8
+"""Up to this number of rows torch's kernel for 8-bit weights is faster on the CPU than a product of widened ones."""
+_KERNEL_ROWS = 16
+_INNER_TILES = 2
+"""Multiples of which torch's kernels for 4-bit weights take: rows on the CPU; tiles of 16 columns on CUDA."""
+
+
+class Scheme(Protocol):
+    """How a weight [out, in] is stored in few bits."""
+
+    def fits(self, out_features: int, in_features: int) -> bool: ...
+
+    def stored(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a finite floating-point weight on its device."""
+        ...
+
+    def product(self, states: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        """states [rows, in] times the transposed weight: [rows, out], in the type of the states."""
+        ...
+
+
+class PerChannel:
+    """One scale for each output: weight = codes * scales[:, None]. Symmetric, as torchao's PerRow."""
+
+    def __init__(self, dtype: torch.dtype, largest: float, limits: tuple[float, float]) -> None:
+        """`largest`: the code of the largest weight of a row; codes are cut to `limits`."""
+        self._dtype, self._largest, self._limits = dtype, largest, limits
+
+    def fits(self, out_features: int, in_features: int) -> bool:
+        return True
+
+    def stored(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        values = weight.float()
+        scales = (values.abs().amax(dim=1) / self._largest).clamp(min=torch.finfo(torch.float32).tiny)
+        scales = scales.to(weight.dtype)  # rounded before the codes are chosen, which correct for it
+        codes = values * scales.float().reciprocal()[:, None]
+        codes = codes if self._dtype.is_floating_point else codes.round_()
+        return codes.clamp_(*self._limits).to(self._dtype), scales
+
+    def product(self, states: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        if (
+            codes.dtype == torch.int8
+            and states.dtype == torch.bfloat16
+            and states.device.type == "cpu"
+            and len(states) <= _FEW_ROWS
+        ):
+            return torch._weight_int8pack_mm(states, codes, scales)
+        return linear(states, widened(codes, states.dtype)).mul_(scales)
+
+
+def widened(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of 8-bit codes, exact in each type. On the CPU torch converts eight-bit floats one at a time."""
+    if codes.dtype == torch.float8_e4m3fn and codes.device.type == "cpu":
+        # sign, 4 bits of exponent, 3 of mantissa -> the same with 8 and 7 bits; the biases are 7 and 127
+        bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(-0x7810)
+        codes = bits.view(torch.bfloat16).mul_(2.0**120)
+    return codes.to(dtype)
+
+
+class Int4Groups:
+    """A scale and a zero for each 32 inputs of an output, in the layout of torch's kernels: weight = (code - 8) * scale
+    + zero, with codes from 0 to 15."""
+
+    def fits(self, out_features: int, in_features: int) -> bool:
+        return out_features % _KERNEL_ROWS == 0 and in_features % QUANTIZED_GROUP == 0
+
+    def stored(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        groups = weight.float().unflatten(1, (-1, QUANTIZED_GROUP))
+        lowest, highest = groups.aminmax(dim=-1)
+        kept = torch.bfloat16 if weight.device.type == "cuda" else weight.dtype
+        scales = ((highest - lowest) / 15).clamp(min=torch.finfo(torch.float32).tiny).to(kept)
+        zeros = (lowest + 8 * scales.float()).to(kept)
+        codes = ((groups - zeros.float()[..., None]) / scales.float()[..., None] + 8).round_().clamp_(0, 15)
+        codes = codes.to(torch.int32).flatten(1)
+        if weight.device.type == "cuda":
+            pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
+            packed = torch._convert_weight_to_int4pack(pairs, _INNER_TILES)
+        else:
+            packed = torch._convert_weight_to_int4pack_for_cpu(codes, _INNER_TILES)
+        return packed, torch.stack((scales, zeros), dim=-1).transpose(0, 1).contiguous()
+
+    def product(self, states: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        if states.device.type == "cuda":
+            found = torch._weight_int4pack_mm(states.to(scales.dtype), codes, QUANTIZED_GROUP, scales)
+            return found.to(states.dtype)
+        return torch._weight_int4pack_mm_for_cpu(states, codes, QUANTIZED_GROUP, scales)
+
+
+SCHEMES: dict[str, Scheme] = {
+    "int8": PerChannel(torch.int8, 127.5, (-128, 127)),
+    "fp8": PerChannel(torch.float8_e4m3fn, 448.0, (-448, 448)),
+    "int4": Int4Groups(),
+}
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer that keeps its weight as codes and scales.
+
+    `weight` is a stand-in of the same shape, type and device without memory, for code that looks at these.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def __init__(self, source: nn.Linear, scheme: Scheme) -> None:
+        weight = source.weight
+        super().__init__(source.in_features, source.out_features, bias=False, device="meta", dtype=weight.dtype)
+        self.scheme = scheme
+        self.weight = nn.Parameter(weight.new_zeros(()).expand(weight.shape), requires_grad=False)
+        self.bias = source.bias
+        codes, scales = scheme.stored(weight)
+        self.register_buffer("codes", codes, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
+
+    @property
+    def held(self) -> tuple[Tensor, Tensor]:
+        """The tensors that an update of the weights replaces."""
+        return self.codes, self.scales
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.product(input)
+
+    def product(self, states: Tensor) -> Tensor:
+        """Without what adapters add to `forward`. states [..., in] -> [..., out]."""
+        found = self.scheme.product(states.reshape(-1, self.in_features).contiguous(), self.codes, self.scales)
+        found = found if self.bias is None else found.add_(self.bias)
+        return found.view(*states.shape[:-1], self.out_features)
+
+
+@torch.no_grad()
+def quantize(model: PreTrainedModel, kind: str) -> None:
+    """Replace the linear layers in the blocks of a decoder, one after the other. ConfigError for other models."""
+    what = "experts" if routers_of(model) else "layers with a state" if state_layers(model) else ""
+    if what:
+        raise ConfigError(quantization_refusal(kind, what), code="model.unsupported")
+    scheme, decoder = SCHEMES[kind], model.get_decoder()
+    layers = {
+        name: module
+        for name, module in decoder.named_modules()
+        if type(module) is nn.Linear
+        and _IN_BLOCK.search(name)
+        and scheme.fits(module.out_features, module.in_features)
+    }
+    if not layers:
+        raise ConfigError(quantization_refusal(kind, "no linear layers of a fitting size"), code="model.unsupported")
+    before = sum(layer.weight.nbytes for layer in layers.values())
+    for name, layer in layers.items():
+        parent, _, own = name.rpartition(".")
+        setattr(decoder.get_submodule(parent), own, QuantizedLinear(layer, scheme))
+    after = sum(tensor.nbytes for layer in quantized_layers(model) for tensor in layer.held)
+    sizes = f"{after / 2**20:.1f} MiB in place of {before / 2**20:.1f}"
+    _LOG.info("native.quantization=%s: %d linear layers, %s", kind, len(layers), sizes)
+
+
+def quantized_layers(model: nn.Module) -> list[QuantizedLinear]:
+    return [module for module in model.modules() if isinstance(module, QuantizedLinear)]

@@ -1,0 +1,234 @@
+"""Weights in few bits: their numbers by hand, log-probabilities of served models, updates by every path, refusals."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from areal.api.errors import ConfigError, RequestError
+from areal.inference.quantization import SCHEMES, QuantizedLinear, quantize, quantized_layers, widened
+from areal.inference.weight_update import ServedWeights, weight_bytes
+
+KINDS = sorted(SCHEMES)
+# Half of the largest step between two codes, relative to the largest weight of a row or group.
+HALF_STEPS = {"int8": 1 / 255, "fp8": 1 / 28, "int4": 1 / 15}
+
+
+def weight_of(rows=48, columns=64, dtype=torch.float32):
+    return (torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)) * 0.1).to(dtype)
+
+
+def dequantized(layer: QuantizedLinear) -> torch.Tensor:
+    """[out, in] float64, computed from the codes by the definition of the kind."""
+    codes, scales = (tensor.double() for tensor in layer.held)
+    if scales.ndim == 1:
+        return codes * scales[:, None]
+    # The codes are in the order of torch's kernel, which gives back a column for each unit vector.
+    units = torch.eye(layer.in_features, dtype=layer.scales.dtype)
+    ones = torch.stack((torch.ones_like(layer.scales[..., 0]), torch.zeros_like(layer.scales[..., 0])), -1)
+    plain = torch._weight_int4pack_mm_for_cpu(units, layer.codes, 32, ones).T.double()
+    scale, zero = (scales[..., part].T.repeat_interleave(32, 1) for part in (0, 1))
+    return plain * scale + zero
+
+
+def layer_of(kind: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> QuantizedLinear:
+    plain = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype).requires_grad_(False)
+    plain.weight.copy_(weight)
+    if bias is not None:
+        plain.bias.copy_(bias)
+    return QuantizedLinear(plain, SCHEMES[kind])
+
+
+def with_plain_weights(model):
+    """The model with linear layers of torch, whose weights are the dequantised ones."""
+    plain = copy.deepcopy(model)
+    for name, module in list(plain.named_modules()):
+        if isinstance(module, QuantizedLinear):
+            linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+            linear.weight.data = dequantized(module).float()
+            linear.bias = module.bias
+            parent, _, own = name.rpartition(".")
+            setattr(plain.get_submodule(parent), own, linear)
+    return plain
+
+
+def test_codes_and_scales_by_hand():
+    weight = torch.zeros(16, 32)
+    weight[0, :4] = torch.tensor([2.55, -2.55, 0.02, 0.011])
+    weight[1, :3] = torch.tensor([448.0, -17.0, 0.3])
+    weight[3] = torch.arange(32) % 16 - 3.0
+    codes, scales = SCHEMES["int8"].stored(weight)
+    assert scales[:4].tolist() == pytest.approx([0.02, 448 / 127.5, 2.0**-126, 12 / 127.5])
+    assert codes[0, :5].tolist() == [127, -128, 1, 1, 0]  # 127.5 is cut, 0.55 is rounded
+    assert codes[1, :3].tolist() == [127, -5, 0]
+    assert not codes[2].any()
+    codes, scales = SCHEMES["fp8"].stored(weight)
+    assert scales[1].item() == 1
+    assert codes[1, :3].tolist() == [448, -16, 0.3125]  # 3 bits of mantissa: 16 18 20, and 0.28125 0.3125; a tie is even
+    layer = layer_of("int4", weight)
+    assert layer.scales[0, 3].tolist() == [1, 5]  # -3 ... 12 in steps of 1, and the zero is that of code 8
+    assert dequantized(layer)[3].equal(weight[3].double())
+    assert dequantized(layer)[2].abs().max() < 1e-30
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_weight_moves_by_more_than_half_a_step(kind):
+    weight = weight_of()
+    width = 32 if kind == "int4" else weight.shape[1]
+    rows = weight.double().unflatten(1, (-1, width))
+    reach = rows.amax(-1) - rows.amin(-1) if kind == "int4" else rows.abs().amax(-1)
+    errors = (dequantized(layer_of(kind, weight)).unflatten(1, (-1, width)) - rows).abs().amax(-1)
+    limit = HALF_STEPS[kind] / (2 if kind == "int4" else 1)
+    assert (errors <= reach * limit * (1 + 1e-4)).all()
+    assert errors.max() > reach.max() * limit / 4
+
+
+def test_8_bit_codes_are_those_of_torchao():
+    int8 = pytest.importorskip("torchao.quantization.quantize_.workflows.int8.int8_tensor").Int8Tensor
+    fp8 = pytest.importorskip("torchao.quantization.quantize_.workflows.float8.float8_tensor").Float8Tensor
+    row, weight = pytest.importorskip("torchao.quantization.granularity").PerRow(), weight_of()
+    theirs, (codes, scales) = int8.from_hp(weight, row), SCHEMES["int8"].stored(weight)
+    assert theirs.qdata.equal(codes)
+    assert theirs.scale[:, 0].equal(scales)
+    theirs, (codes, scales) = fp8.from_hp(weight, granularity=row), SCHEMES["fp8"].stored(weight)
+    assert theirs.scale[:, 0].tolist() == pytest.approx(scales.tolist(), rel=1e-6)
+    near = (theirs.qdata.float() - codes.float()).abs() <= codes.float().abs() / 8  # a tie by the last bit of the scale
+    assert near.all()
+
+
+def test_widened_codes_are_exact_on_the_cpu():
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    finite = every[~every.float().isnan()]
+    assert len(finite) == 254
+    for dtype in (torch.bfloat16, torch.float32):
+        assert widened(finite, dtype).equal(finite.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_those_of_the_dequantised_weights(kind, dtype):
+    """With few rows and many: the kernels differ."""
+    bias = torch.arange(48, dtype=dtype) / 16
+    layer = layer_of(kind, weight_of(dtype=dtype), bias)
+    states = torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    exact = states.double() @ dequantized(layer).T + bias.double()
+    for rows in (states[:1, :1], states[0], states):
+        found = layer(rows)
+        assert (found.dtype, found.shape) == (dtype, (*rows.shape[:-1], 48))
+        error = (found.double() - (rows.double() @ dequantized(layer).T + bias.double())).abs().max()
+        assert error <= exact.abs().max() * (1e-6 if dtype == torch.float32 else 2**-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["qwen2-tied", "llama", "qwen3-gqa", "gemma2"])
+def test_a_server_has_the_logprobs_of_the_dequantised_model(
+    build_model, drive, prompts, reference_logprobs, family, kind, dtype
+):
+    model = build_model(family).to(dtype)
+    quantize(model, kind)
+    plain = with_plain_weights(model).float()
+    driver = drive(model, max_prefill_tokens=32)
+    each = [driver.add(prompt, temperature=1.0, seed=seed) for seed, prompt in enumerate(prompts)]
+    driver.run()
+    errors = []
+    for sequence in each:
+        exact = reference_logprobs(plain, sequence.token_ids)
+        for place, logprob in enumerate(sequence.logprobs, sequence.num_prompt):
+            errors.append(abs(logprob - exact[place - 1, sequence.token_ids[place]].item()))
+    assert max(errors) < (5e-5 if dtype == torch.float32 else 0.5)
+    assert sum(errors) / len(errors) < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_in_float32_do_not_depend_on_the_requests_beside_them(build_model, drive, prompts, kind):
+    model = build_model("qwen3-gqa")
+    quantize(model, kind)
+    together, alone = drive(model), drive(model)
+    each = [together.add(prompt) for prompt in prompts]
+    together.run()
+    for sequence in each:
+        own = alone.add(sequence.token_ids[: sequence.num_prompt])
+        alone.run()
+        assert (own.token_ids, own.logprobs) == (sequence.token_ids, sequence.logprobs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_gives_the_bits_of_a_model_that_was_loaded_with_the_new_weights(build_model, drive, kind):
+    model, new = build_model("qwen3-gqa", 0).bfloat16(), build_model("qwen3-gqa", 1).bfloat16()
+    values = new.state_dict()
+    quantize(model, kind)
+    wanted = copy.deepcopy(new)
+    quantize(wanted, kind)
+    driver = drive(model)
+    before = driver.add([3, 4, 5])
+    driver.run()
+    own = driver.engine.runner.model
+    old = [held.clone() for layer in quantized_layers(own) for held in layer.held]
+    for update in range(3):  # the copies are exchanged each time
+        for name, value in values.items():
+            driver.engine.weights.receive_value(name, value.float() if update else value)
+        assert all(held.equal(was) for layer, was in zip(quantized_layers(own), old[::2]) for held in layer.held[:1])
+        driver.engine.install_weights(str(update), "retract")
+        found = [held for layer in quantized_layers(own) for held in layer.held]
+        assert all(a.equal(b) for a, b in zip(found, (t for one in quantized_layers(wanted) for t in one.held)))
+        old = [held.clone() for held in found]
+    fresh = drive(wanted)
+    after, exact = driver.add([3, 4, 5]), fresh.add([3, 4, 5])
+    driver.run()
+    fresh.run()
+    assert (after.token_ids, after.logprobs) == (exact.token_ids, exact.logprobs)
+    assert after.logprobs != before.logprobs
+
+
+def test_a_weight_that_is_not_finite_leaves_the_old_ones(build_model):
+    model = build_model("qwen3-gqa")
+    quantize(model, "int8")
+    weights, values = ServedWeights(model), build_model("qwen3-gqa", 1).state_dict()
+    old = [held.clone() for layer in quantized_layers(model) for held in layer.held]
+    name = "model.layers.1.mlp.up_proj.weight"
+    values[name][3, 4] = torch.inf
+    with pytest.raises(RequestError, match=f"weight {name} has numbers that are not finite"):
+        for key, value in values.items():
+            weights.receive_value(key, value)
+    with pytest.raises(RequestError, match="the update lacks"):
+        weights.check_complete("")
+    assert all(a.equal(b) for a, b in zip(old, (t for one in quantized_layers(model) for t in one.held), strict=True))
+
+
+def test_only_linear_layers_of_fitting_sizes_in_blocks_are_quantised(build_model):
+    model = build_model("qwen3-gqa").bfloat16()
+    before = weight_bytes(model)
+    inside = sum(weight.nbytes for name, weight in model.named_parameters() if "_proj" in name)
+    quantize(model, "int8")
+    assert len(quantized_layers(model)) == 2 * 7
+    assert not isinstance(model.lm_head, QuantizedLinear)
+    rows = sum(layer.out_features for layer in quantized_layers(model))
+    assert weight_bytes(model) == before - inside // 2 + 2 * rows
+    assert all(layer.weight.untyped_storage().nbytes() == 2 for layer in quantized_layers(model))
+
+
+@pytest.mark.parametrize(("family", "what"), [("deepseek_v3", "experts"), ("lfm2", "layers with a state")])
+def test_other_models_are_refused(build_model, family, what):
+    with pytest.raises(ConfigError, match=f"native.quantization=int8 covers .* and this one has {what}: remove it"):
+        quantize(build_model(family), "int8")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_folder_reaches_the_weights_of_a_server(options, serve_with, checkpoint, build_model, kind):
+    wanted = build_model("qwen3-gqa", 1)
+    wanted.load_state_dict(load_file(checkpoint(1) / "model.safetensors"), strict=False)
+    quantize(wanted, kind)
+    async for served in serve_with(replace(options, native=replace(options.native, quantization=kind))):
+        first = await served.generate()
+        await served.post("/update_weights_from_disk", {"model_path": str(checkpoint(1)), "weight_version": "1"})
+        held = [t for layer in quantized_layers(served.engine.runner.model) for t in layer.held]
+        assert all(a.equal(b) for a, b in zip(held, (t for one in quantized_layers(wanted) for t in one.held)))
+        second = await served.generate()
+        assert second["meta_info"]["weight_versions"][0]["version"] == "1"
+        assert first["meta_info"]["output_token_logprobs"] != second["meta_info"]["output_token_logprobs"]
