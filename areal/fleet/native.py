@@ -12,6 +12,7 @@ import orjson
 
 from areal.api.columns import ExpertShape, Runs
 from areal.api.config import PPOConfig
+from areal.api.config.rollout import quantization_refusal
 from areal.api.data import GenerationRequest, PromptScores, ScoredRow, TokenScores, WeightUpdate
 from areal.api.errors import ArealError, ServerUnavailable
 from areal.fleet.replica import ALL_TOKENS, AnswerForm, Chunks, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
@@ -248,14 +249,18 @@ def _served_bytes(config: PPOConfig, on_gpu: bool) -> int | None:
     if shape is None:
         return None
     size = _ELEMENT_BYTES[native.dtype]
-    weights, per_token = shape.parameters * size, shape.kv_values_per_token * size
+    loaded, per_token = shape.parameters * size, shape.kv_values_per_token * size
+    weights = loaded - shape.block_matrices * size + native.quantized_bytes(shape.block_matrices, size)
     default = native.cpu_cache_tokens(native.context_length or 512, weight_bytes=weights, bytes_per_token=per_token)
     # A GPU server can have its second copy of the weights in host memory.
     copies = 1 if on_gpu and native.weight_buffer != "device" else 2
     packed = 0 if on_gpu else native.packed_bytes(weights)
+    if packed and native.quantization != "none":
+        packed = shape.vocabulary * shape.hidden * size  # that of the output head
     states = shape.states * size
     kept = states * (native.max_running_requests + native.num_snapshots(states, weights))
-    return copies * weights + packed + kept + (native.max_total_tokens or (0 if on_gpu else default)) * per_token
+    held = max(copies * weights + packed, loaded)  # quantised once they are loaded
+    return held + kept + (native.max_total_tokens or (0 if on_gpu else default)) * per_token
 
 
 def state_problems(config: PPOConfig, free_bytes: int) -> Iterator[str]:
@@ -266,12 +271,20 @@ def state_problems(config: PPOConfig, free_bytes: int) -> Iterator[str]:
         yield from native.state_problems(shape.states * size, free_bytes - shape.parameters * size)
 
 
+def own_problems(config: PPOConfig) -> Iterator[tuple[str, str]]:
+    """See `ServerBackend`."""
+    kind, shape = config.native.quantization, ModelShape.read(NATIVE.model(config))
+    if kind != "none" and shape is not None and (shape.experts or shape.states):
+        yield "native.quantization", quantization_refusal(kind, "experts" if shape.experts else "layers with a state")
+
+
 NATIVE = ServerBackend(
     name="native",
     title="the native server",
     client=NativeReplica,
     command=_command,
     model_key="model_path",
+    own_problems=own_problems,
     returns_experts=True,
     context_key="context_length",
     scoring=GENERATE_SCORING,

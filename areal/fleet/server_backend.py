@@ -258,8 +258,8 @@ class ServerBackend:
     scoring: ScoringCall | None = None
     """How these servers score given tokens; None: they cannot."""
     sampling_problems: SamplingLimits | None = None
-    image_problems: Callable[[PPOConfig], Problems] | None = None
-    """What these servers cannot do with a model that takes images; None: they can do everything."""
+    own_problems: Callable[[PPOConfig], Problems] | None = None
+    """What else in a configuration these servers cannot do."""
     image_families: tuple[str, ...] = ()
     """`model_type` of the models whose images these servers expand as areal does; empty: all."""
     run_flags: Callable[[PPOConfig], dict[str, tuple[Any, str]]] | None = None
@@ -310,8 +310,8 @@ class ServerBackend:
         if layout is not None and self.image_families and layout.family not in self.image_families:
             text = f"{self.title} cannot serve images of {layout.family} (docs/vision.md says why): use native servers"
             yield "allocation_mode", text
-        if layout is not None and self.image_problems is not None:
-            yield from self.image_problems(config)
+        if self.own_problems is not None:
+            yield from self.own_problems(config)
         lora = config.actor.lora if config.publishes_adapters else None
         if layout is not None and lora is not None and _may_be_in_tower(lora, layout.family, self.model(config)):
             text = f"{self.title} applies adapters to the language model only, and these may be in the vision tower"
@@ -420,7 +420,8 @@ def _served_bytes(model: str, flags: Mapping[str, Any]) -> int | None:
     tokens, cache = flags.get("max_total_tokens"), flags.get("kv_cache_memory_bytes")
     if not isinstance(cache, int):
         cache = tokens * shape.kv_values_per_token * element if isinstance(tokens, int) else 0
-    return shape.parameters * element + cache
+    saved = element - 1 if flags.get("quantization") else 0
+    return shape.parameters * element - shape.block_matrices * saved + cache
 
 
 def element_bytes(dtype: Any) -> int:

@@ -579,6 +579,13 @@ def run_flags(config: PPOConfig) -> dict[str, tuple[Any, str]]:
     return needed
 
 
+def own_problems(config: PPOConfig) -> Problems:
+    """See `ServerBackend`."""
+    if (kind := SGLANG.given(config).get("quantization")) is not None:
+        text = f"{kind!r}: SGLang cannot load the trainer's bfloat16 weights into layers that it has quantised"
+        yield "sglang.quantization", f"{text}: remove it, or use vllm.quantization or native.quantization"
+
+
 def core_bindings(index: int, size: int, threads: int, cores: Sequence[int]) -> dict[str, str]:
     """See `ServerBackend.core_bindings`. SGLang requires this variable when a server has several ranks."""
     if size == 1:
@@ -603,6 +610,7 @@ SGLANG = ServerBackend(
     scoring=GENERATE_SCORING,
     sampling_problems=sampling_problems,
     image_families=QWEN_VL,
+    own_problems=own_problems,
     run_flags=run_flags,
     returns_experts=True,
     areal_defaults={

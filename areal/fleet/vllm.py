@@ -485,8 +485,21 @@ def run_flags(config: PPOConfig) -> dict[str, tuple[Any, str]]:
     return needed
 
 
-def image_problems(config: PPOConfig) -> Problems:
+_ONLINE = ("fp8", "fp8_per_tensor", "fp8_per_block", "mxfp8", "mxfp4")
+"""Kinds of --quantization that vLLM makes from bfloat16 weights, at the start and at each update."""
+
+
+def own_problems(config: PPOConfig) -> Problems:
     """See `ServerBackend`."""
+    given = VLLM.given(config).get("quantization")
+    if given is not None and given not in _ONLINE:
+        text = f"{given!r} needs a checkpoint in that form, and the trainer sends whole weights: use one of"
+        yield "vllm.quantization", f"{text} {', '.join(_ONLINE)}"
+    if read_vision_layout(VLLM.model(config)) is not None:
+        yield from _image_problems(config)
+
+
+def _image_problems(config: PPOConfig) -> Problems:
     if config.rollout.weight_update == "keep_cache":
         text = "keep_cache would keep image features of old weights on vLLM: use keep or interrupt, or native servers"
         yield "rollout.weight_update", text
@@ -628,7 +641,7 @@ VLLM = ServerBackend(
     context_key="max_model_len",
     scoring=SCORING,
     sampling_problems=sampling_problems,
-    image_problems=image_problems,
+    own_problems=own_problems,
     image_families=(*QWEN_VL, "llava", *_PROCESSOR_SETTINGS),
     run_flags=run_flags,
     areal_defaults={

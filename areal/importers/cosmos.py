@@ -214,7 +214,7 @@ def _precision(draft: Draft, role: str) -> None:
     for kind in ("fp8", "fp4"):
         if not draft.get(f"train.{kind}.enable_{kind}", False):
             draft.drop("it is switched off", f"train.{kind}.*")
-    keys = ("train.fp8.*", "train.fp4.*", "rollout.quantization")
+    keys = ("train.fp8.*", "train.fp4.*")
     draft.lack("low precision does not exist here", *keys, off=(False, "none"))
 
 
@@ -664,7 +664,9 @@ def _devices(draft: Draft) -> None:
     flags = {"gpu_memory_utilization": "gpu_memory_utilization" if server == "vllm" else "mem_fraction_static"}
     if server == "vllm":
         flags |= {"enable_chunked_prefill": "enable_chunked_prefill", "enforce_eager": "enforce_eager"}
+        flags |= {"quantization": "quantization"} if draft.get("rollout.quantization") == "fp8" else {}
     draft.server("rollout.", server, flags)
+    draft.lack("vLLM rounds to fp8: vllm.quantization", "rollout.quantization", off=("none", None))
 
 
 def _turns(draft: Draft) -> None:

@@ -208,7 +208,6 @@ def drop_newest(draft: Draft) -> None:
         draft.set("actor.router_replay", True, "verl: enable_rollout_routing_replay", key)
     draft.drop("actor.router_replay is off", f"{ROLLOUT}.enable_rollout_routing_replay", "*.ref.router_replay.*")
     draft.lack("a group waits for all of its answers", f"{ROLLOUT}.over_sample_rate")
-    draft.lack("servers have the weights of the trainer", f"{ROLLOUT}.quantization*")
     draft.lack("log-probabilities are those of the sampled distribution", f"{ROLLOUT}.logprobs_mode",
                off=("processed_logprobs", None))  # fmt: skip
     own = ("seed", "full_determinism", "scheduling_policy", "multi_stage_wake_up", "skip_tokenizer_init",

@@ -265,7 +265,9 @@ class ModelRunner:
                 input_ids=inputs.tokens[None], position_ids=inputs.positions[None], use_cache=False, attention_plan=plan
             ).logits[0]
 
-        return tried(DecodeGraphs(compute, capture, weights=(*self.model.parameters(), *self.model.buffers())), self._rows.inputs)
+        return tried(
+            DecodeGraphs(compute, capture, weights=(*self.model.parameters(), *self.model.buffers())), self._rows.inputs
+        )
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> tuple[Tensor, SampledRows]:

@@ -68,7 +68,7 @@ class PerChannel:
             and states.device.type == "cpu"
             and len(states) <= _FEW_ROWS
         ):
-            return torch._weight_int8pack_mm(states, codes, scales)
+            return torch.ops.aten._weight_int8pack_mm(states, codes, scales)
         return linear(states, widened(codes, states.dtype)).mul_(scales)
 
 
@@ -98,16 +98,16 @@ class Int4Groups:
         codes = codes.to(torch.int32).flatten(1)
         if weight.device.type == "cuda":
             pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
-            packed = torch._convert_weight_to_int4pack(pairs, _INNER_TILES)
+            packed = torch.ops.aten._convert_weight_to_int4pack(pairs, _INNER_TILES)
         else:
-            packed = torch._convert_weight_to_int4pack_for_cpu(codes, _INNER_TILES)
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, _INNER_TILES)
         return packed, torch.stack((scales, zeros), dim=-1).transpose(0, 1).contiguous()
 
     def product(self, states: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
         if states.device.type == "cuda":
-            found = torch._weight_int4pack_mm(states.to(scales.dtype), codes, QUANTIZED_GROUP, scales)
+            found = torch.ops.aten._weight_int4pack_mm(states.to(scales.dtype), codes, QUANTIZED_GROUP, scales)
             return found.to(states.dtype)
-        return torch._weight_int4pack_mm_for_cpu(states, codes, QUANTIZED_GROUP, scales)
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(states, codes, QUANTIZED_GROUP, scales)
 
 
 SCHEMES: dict[str, Scheme] = {
@@ -161,9 +161,7 @@ def quantize(model: PreTrainedModel, kind: str) -> None:
     layers = {
         name: module
         for name, module in decoder.named_modules()
-        if type(module) is nn.Linear
-        and _IN_BLOCK.search(name)
-        and scheme.fits(module.out_features, module.in_features)
+        if type(module) is nn.Linear and _IN_BLOCK.search(name) and scheme.fits(module.out_features, module.in_features)
     }
     if not layers:
         raise ConfigError(quantization_refusal(kind, "no linear layers of a fitting size"), code="model.unsupported")

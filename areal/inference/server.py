@@ -405,6 +405,7 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 = any free one (default)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where the model runs")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="weight and compute type")
+    parser.add_argument("--quantization", choices=("fp8", "int8", "int4"), help="bits of the weights of linear layers")
     parser.add_argument("--num-threads", type=int, help="CPU threads (default: that of torch)")
     parser.add_argument("--context-length", type=int, help="maximum tokens of prompt and answer together")
     parser.add_argument("--max-running-requests", type=int, help="maximum running requests")
@@ -425,8 +426,16 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
         if context is not None:
             registry = registry_of(config)
             tracer = open_tracer(config.perf_tracer, RunPaths.of(config), context.name)
-    names = ("model_path", "device", "dtype", "context_length", "max_running_requests", "max_total_tokens")
-    names += ("chunked_prefill_size", "random_seed", "log_level")
+    names = (
+        "model_path",
+        "device",
+        "dtype",
+        "quantization",
+        "context_length",
+        "max_running_requests",
+        "max_total_tokens",
+    )
+    names += ("max_total_tokens", "chunked_prefill_size", "random_seed", "log_level")
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     native = replace(native, **given)
     for name, sentence, *_ in native.problems():

@@ -395,11 +395,16 @@ def nccl_versions(config: PPOConfig) -> NcclVersions:
 
 
 def notices(config: PPOConfig) -> list[str]:
-    """The flags that have no effect on the servers of this run, one line for each reason."""
-    backend = backend_named(config.server_backend)
+    """The flags that have no effect on the servers of this run, one line for each reason, and what rounded weights
+    need."""
+    backend, result = backend_named(config.server_backend), list[str]()
+    correction = config.actor.rollout_correction
+    if config.served_quantization and not config.actor.use_decoupled_loss and (not correction or correction.only_logs):
+        text = "answers come from rounded weights (batch/prox_rollout_gap_abs is the difference): weight them by"
+        advice = "actor.use_decoupled_loss=true and actor.behav_imp_weight_cap=5, or actor.rollout_correction.upper=2"
+        result.append(f"areal: {config.served_quantization}: {text} {advice}")
     if backend.flags is None:
-        return []
-    result: list[str] = []
+        return result
     if ignored := [f"{backend.name}.{key}" for key in ignored_flags(backend.flags, config.server_flags)]:
         reason = f"areal sets its own value or {backend.title} has no such flag"
         result.append(f"areal: ignored, because {reason}: {', '.join(ignored)}")

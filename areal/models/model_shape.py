@@ -150,6 +150,12 @@ class ModelShape:
         return embeddings + self.layers * (attention + mlp + 2 * self.hidden) + self.hidden
 
     @property
+    def block_matrices(self) -> int:
+        """Weights of the linear layers and experts in the decoder's blocks."""
+        heads = 2 * (self.heads + self.kv_heads) * self.head_dim
+        return self.layers * self.hidden * (heads + 3 * self.intermediate * max(self.experts, 1))
+
+    @property
     def kv_values_per_token(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim
 

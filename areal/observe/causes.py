@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 REMEDIES = {
-    "numerics": "give `actor` and the servers one dtype (native.head_dtype); rollout_correction bounds what remains",
+    "numerics": "give `actor` and servers one dtype (head_dtype, quantization); rollout_correction bounds the rest",
     "staleness": "set rollout.target_staleness, or lower rollout.max_head_offpolicyness",
     "sampling": "set gconfig.top_p=1 and no gconfig.top_k: the loss does not know the tokens that they leave out",
     "drift": "train on the tokens that the server returned (`areal test-workflow`); no weight_update: keep_cache",

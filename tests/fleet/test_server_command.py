@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -323,6 +324,39 @@ def test_memory_of_a_native_server(model):
     assert start.memory_bytes == 4 * (2 * ModelShape.read(model).parameters + 1000 * KV_VALUES)
     assert start.argv[1:] == ("-m", "areal.inference.server", "--config", "/runs/e/t/config.yaml")
     assert command(config_of("native")).memory_bytes is None
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("fp8", 8), ("int4", 5)])
+def test_memory_of_a_native_server_with_quantised_weights(model, kind, bits):
+    native = NativeServerConfig(dtype="bfloat16", max_total_tokens=1000, quantization=kind)
+    start = command(config_of("native", actor={"path": model}, native=native), on_gpu=False)
+    shape = ModelShape.read(model)
+    inside = shape.block_matrices
+    weights = 2 * (shape.parameters - inside) + inside * bits // 8
+    assert start.memory_bytes == max(2 * weights, 2 * shape.parameters) + 2 * 1000 * KV_VALUES
+    on_gpu = command(config_of("vllm", actor={"path": model, "dtype": "bfloat16"}, vllm={"quantization": "fp8"}))
+    assert on_gpu.memory_bytes == 2 * shape.parameters - inside
+    assert "--quantization=fp8" in on_gpu.argv
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "config_json", "text"),
+    [
+        ("native", "int8", {"num_experts": 4, "moe_intermediate_size": 8}, "this one has experts: remove it"),
+        ("native", "fp8", {"layer_types": ["conv"], "conv_L_cache": 3}, "this one has layers with a state: remove it"),
+        ("sglang", "fp8", {}, "'fp8': SGLang cannot load the trainer's bfloat16 weights into layers that it has"),
+        ("vllm", "awq", {}, "'awq' needs a checkpoint in that form, and the trainer sends whole weights: use one of"),
+    ],
+)
+def test_quantization_that_a_server_cannot_do_is_refused_before_the_start(model, backend, kind, config_json, text):
+    path = Path(model) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config_json))
+    section = NativeServerConfig(quantization=kind) if backend == "native" else {"quantization": kind}
+    config = config_of(backend, actor={"path": model}, **{backend: section})
+    ((key, sentence),) = backend_named(backend).problems(config)
+    assert key == f"{backend}.quantization"
+    assert text in sentence
+    assert not list(backend_named(backend).problems(config_of(backend, actor={"path": model})))
 
 
 def test_attached_servers_need_no_gpu_in_the_plan(tmp_path):

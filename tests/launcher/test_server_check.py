@@ -15,6 +15,7 @@ from areal.api.config import (
     NativeServerConfig,
     OptimizerConfig,
     PPOActorConfig,
+    RolloutCorrectionConfig,
     TrainDatasetConfig,
 )
 from areal.api.config.schema import options_without_effect
@@ -174,6 +175,18 @@ def test_flags_without_effect_are_listed_once():
     assert [one.path for one in options_without_effect(config_of("native", "/python"))] == ["server_python"]
     attached = InferenceEngineConfig(server_addrs=["127.0.0.1:1"])
     assert notices(config_of("vllm", vllm={"seed": 1}, rollout=attached))[0].startswith("areal: vllm: ")
+
+
+def test_rounded_weights_without_a_correction_are_pointed_out():
+    native = NativeServerConfig(quantization="int8")
+    (text,) = notices(config_of("native", native=native))
+    assert text.startswith("areal: native.quantization=int8: answers come from rounded weights")
+    actor = {"path": "org/model", "optimizer": OptimizerConfig()}
+    for correction in ({"use_decoupled_loss": True}, {"rollout_correction": RolloutCorrectionConfig(upper=2)}):
+        assert not notices(config_of("native", native=native, actor=PPOActorConfig(**actor, **correction)))
+    assert config_of("native", native=native).served_dtype == "bfloat16"
+    (text,) = notices(config_of("vllm", vllm={"quantization": "fp8"}))
+    assert text.startswith("areal: vllm.quantization=fp8: ")
 
 
 def test_server_problems_are_reported_with_all_others(interpreter, tmp_path, capsys):

@@ -569,8 +569,13 @@ class PPOConfig(BaseExperimentConfig):
     @property
     def served_dtype(self) -> str:
         """In which the servers compute, as far as it bounds how much equal weights may differ."""
-        servers = self.allocation.inference
-        return self.native.dtype if servers is not None and servers.backend == "native" else "bfloat16"
+        return self.native.dtype if self.server_backend == "native" and not self.served_quantization else "bfloat16"
+
+    @property
+    def served_quantization(self) -> str:
+        """How the servers round the trainer's weights, as KEY=VALUE; empty: they do not."""
+        kind = self.native.quantization if self.server_backend == "native" else self.server_flags.get("quantization")
+        return f"{self.server_backend}.quantization={kind}" if kind not in (None, "", "none") else ""
 
     @property
     def servers_start_empty(self) -> bool:
