@@ -12,16 +12,12 @@ codes, close to the entropy of such numbers and fast.
 """
 
 import errno
-import itertools
 import json
 import os
-import re
-import shutil
 import zlib
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal.api.errors import InputError
-from areal.system.durable import COMPLETE
 
 Words = NDArray[Any]
 """[n], unsigned integers of 1, 2, 4 or 8 bytes."""
@@ -40,9 +35,7 @@ _ALL_NEW, _SPARSE, _DENSE = 0, 1, 2
 _DENSE_SHARE = 0.5
 _LARGEST_GAP = 255
 BLOCK_BYTES = 2**21
-"""A tensor is compared in blocks of at most this size, on several cores."""
-_AHEAD = 64
-"""Blocks that are compared before the first of them is written: the most that are in memory."""
+"""Blocks end at multiples of this size in a file, and where a tensor ends."""
 
 
 def encode(old: Words, new: Words) -> bytes:
@@ -137,133 +130,116 @@ def _unpacked(rest: memoryview) -> Iterator[bytes]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Files. A delta file has packed blocks, the list of the new folder's files, and eight bytes with the size of the list.
+# Files. A delta file has packed blocks, the list of them by file, and eight bytes with the size of the list.
 
 
-class _Block(NamedTuple):
-    """Bytes `begin` to `end` of a file, and the size of their packed difference."""
+class Piece(NamedTuple):
+    """Bytes `begin` to `end` of a file, which are numbers of `width` bytes."""
 
     begin: int
     end: int
     width: int
-    num_packed: int
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    name: str
-    num_bytes: int
-    is_new: bool
-    """The old content is not used: the blocks that have not changed are zero."""
-    blocks: list[_Block]
-    """That have changed."""
+class _Block(NamedTuple):
+    """A piece that has changed, and the place of its packed difference in the delta file."""
+
+    piece: Piece
+    start: int
+    size: int
 
 
-def write_delta(old: Path, new: Path, names: list[str], target: Path) -> int:
-    """Write what makes the files `names` of folder `new` from those of folder `old`; returns the size in bytes.
+def pieces(begin: int, end: int, width: int) -> Iterator[Piece]:
+    """The blocks of a tensor."""
+    width = width if begin % width == 0 else 1  # a block must not end inside a number
+    while begin < end:
+        stop = min(end, (begin // BLOCK_BYTES + 1) * BLOCK_BYTES)
+        yield Piece(begin, stop, width)
+        begin = stop
 
-    A file with other tensors, or none, is written whole.
-    """
-    files: list[_File] = []
-    with open(target, "wb") as file, ThreadPoolExecutor(thread_name_prefix="delta") as pool:
-        for name in names:
-            size = (new / name).stat().st_size
-            is_new = not (old / name).is_file() or (old / name).stat().st_size != size
-            with open(new / name, "rb") as after, open(os.devnull if is_new else old / name, "rb") as before:
-                layout = _layout(after.fileno(), size) or [(0, size, 1)]
-                headers = (
-                    () if is_new else [_read(each.fileno(), 0, layout[0][0]).tobytes() for each in (before, after)]
-                )
-                if len(set(headers)) != 1:
-                    is_new, layout = True, [(0, size, 1)]
-                blocks: list[_Block] = []
-                for piece, data in _compared(pool, None if is_new else before.fileno(), after.fileno(), layout):
-                    if data:
-                        file.write(data)
-                        blocks.append(_Block(*piece, len(data)))
-            files.append(_File(name, size, is_new, blocks))
-        listed = json.dumps([[each.name, each.num_bytes, each.is_new, each.blocks] for each in files]).encode()
+
+def words(content: _Bytes, width: int) -> Words:
+    if width not in (1, 2, 4, 8):
+        raise ValueError(f"there are no numbers of {width} bytes")
+    return content.view(f"<u{width}")
+
+
+def write_delta(target: Path, changes: Iterable[tuple[str, Piece, bytes]]) -> int:
+    """Write the packed differences of pieces of files; returns the size in bytes."""
+    blocks: dict[str, list[_Block]] = {}
+    with open(target, "wb") as file:
+        for name, piece, packed in changes:
+            blocks.setdefault(name, []).append(_Block(piece, file.tell(), len(packed)))
+            file.write(packed)
+        listed = json.dumps(blocks).encode()
         file.writelines((listed, len(listed).to_bytes(8, "little")))
     return target.stat().st_size
 
 
-def apply_delta(delta: Path, folder: Path) -> None:
-    """Change the files in `folder` from the old version to the new one. InputError when the delta is damaged or does
-    not fit: then they may have changed. A delta that fits another version makes other files than the new ones."""
+def rebuild(
+    old: Path, deltas: Sequence[Path], new: Path, sizes: Mapping[str, int], block_bytes: int
+) -> dict[str, list[int]]:
+    """Make the files of a version in the folder `new` from those of an earlier one and the deltas since then.
+
+    `sizes`: bytes of each file, in all of these versions. One pass reads, changes, sums and writes: returns the CRC-32
+    of each block of `block_bytes`, a multiple of BLOCK_BYTES, by file. InputError when a delta is damaged or does not
+    fit. A delta that fits another version makes other files.
+    """
+    made: dict[str, list[int]] = {}
     try:
-        start = 0
-        with open(delta, "rb", buffering=0) as packed, ThreadPoolExecutor(thread_name_prefix="delta") as pool:
-            files = _listed(packed.fileno(), delta.stat().st_size)
-            for file in files:
-                if not _PLAIN.fullmatch(file.name):
-                    raise ValueError(f"{file.name[:100]!r} is no name of a file")
-                with open(folder / file.name, "wb" if file.is_new else "ab") as resized:
-                    resized.truncate(file.num_bytes)
-                begins = list(itertools.accumulate((block.num_packed for block in file.blocks), initial=start))
-                with open(folder / file.name, "r+b", buffering=0) as changed:
-                    change = partial(_change, changed.fileno(), file.num_bytes, packed.fileno())
-                    list(pool.map(change, file.blocks, begins[:-1]))
-                start = begins[-1]
-        for path in folder.iterdir():
-            if path.name not in {file.name for file in files}:
-                path.unlink()
-    except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise InputError(
-            f"the delta {delta.parent.name} cannot be applied: {error}", code="weights.bad_delta"
-        ) from error
+        with ExitStack() as stack, ThreadPoolExecutor(thread_name_prefix="delta") as pool:
+            opened = [stack.enter_context(open(delta, "rb", buffering=0)) for delta in deltas]
+            lists = [(file.fileno(), _listed(file.fileno())) for file in opened]
+            if not all(blocks.keys() <= sizes.keys() for _, blocks in lists):
+                raise ValueError("it changes files that the version does not have")
+            for name, size in sizes.items():
+                with open(old / name, "rb", buffering=0) as before, open(new / name, "wb", buffering=0) as after:
+                    after.truncate(size)
+                    changes = [(delta, _by_place(blocks.get(name, []), size)) for delta, blocks in lists]
+                    make = partial(_make, before.fileno(), after.fileno(), changes, size, block_bytes)
+                    made[name] = list(pool.map(make, range(0, size, block_bytes)))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        names = ", ".join(delta.parent.name for delta in deltas)
+        raise InputError(f"{names} cannot be applied: {error}", code="weights.bad_delta") from error
+    return made
 
 
-def _listed(delta: int, size: int) -> list[_File]:
-    end = size - 8
-    start = end - int.from_bytes(_read(delta, max(end, 0), size).tobytes(), "little")
+_Changes = list[tuple[int, dict[int, list[_Block]]]]
+"""Open delta file, and its blocks of one file by the multiple of BLOCK_BYTES before them."""
+
+
+def _make(old: int, new: int, changes: _Changes, size: int, block_bytes: int, start: int) -> int:
+    found = 0
+    for begin in range(start, min(start + block_bytes, size), BLOCK_BYTES):
+        content = _read(old, begin, min(begin + BLOCK_BYTES, size))
+        for delta, blocks in changes:
+            for piece, at, packed in blocks.get(begin, ()):
+                changed = content[piece.begin - begin : piece.end - begin]
+                apply(_read(delta, at, at + packed).data, words(changed, piece.width))
+        found = zlib.crc32(content.data, found)
+        if os.pwrite(new, content.data, begin) != len(content):
+            raise OSError(errno.ENOSPC, "a block of weights was not written whole")
+    return found
+
+
+def _listed(delta: int) -> dict[str, list[_Block]]:
+    end = os.fstat(delta).st_size - 8
+    start = end - int.from_bytes(_read(delta, max(end, 0), end + 8).tobytes(), "little")
     if start < 0:
         raise ValueError("it is shorter than its list of files")
-    return [
-        _File(name, num_bytes, is_new, [_Block(*block) for block in blocks])
-        for name, num_bytes, is_new, blocks in json.loads(_read(delta, start, end).tobytes())
-    ]
+    found: dict[str, Any] = json.loads(_read(delta, start, end).tobytes())
+    return {name: [_Block(Piece(*piece), at, packed) for piece, at, packed in blocks] for name, blocks in found.items()}
 
 
-def _change(file: int, num_bytes: int, delta: int, block: _Block, begin: int) -> None:
-    """Apply the packed block at `begin` of the file `delta`."""
-    if not 0 <= block.begin < block.end <= num_bytes:
-        raise ValueError("a block lies outside of its file")
-    content = _read(file, block.begin, block.end)
-    apply(_read(delta, begin, begin + block.num_packed).data, _words(content, block.width))
-    if os.pwrite(file, content.data, block.begin) != len(content):
-        raise OSError(errno.ENOSPC, "a block of weights was not written whole")
-
-
-def copy_files(source: Path, target: Path) -> None:
-    """Make `target` a folder with copies of the files of the complete folder `source`."""
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
-    for path in source.iterdir():
-        if _PLAIN.fullmatch(path.name) and path.name != COMPLETE:
-            shutil.copyfile(path, target / path.name)
-
-
-_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-
-
-def _compared(
-    pool: ThreadPoolExecutor, old: int | None, new: int, layout: list[tuple[int, int, int]]
-) -> Iterator[tuple[tuple[int, int, int], bytes]]:
-    """Each piece of two open files with its difference, in their order."""
-    waiting: deque[tuple[tuple[int, int, int], Future[bytes]]] = deque()
-    for piece in _pieces(layout):
-        waiting.append((piece, pool.submit(_compare, old, new, piece)))
-        if len(waiting) == _AHEAD:
-            first, found = waiting.popleft()
-            yield first, found.result()
-    for piece, found in waiting:
-        yield piece, found.result()
-
-
-def _compare(old: int | None, new: int, piece: tuple[int, int, int]) -> bytes:
-    begin, end, width = piece
-    before = np.zeros(end - begin, np.uint8) if old is None else _read(old, begin, end)
-    return encode(_words(before, width), _words(_read(new, begin, end), width))
+def _by_place(blocks: list[_Block], size: int) -> dict[int, list[_Block]]:
+    found: dict[int, list[_Block]] = {}
+    for block in blocks:
+        begin, end, _ = block.piece
+        place = begin // BLOCK_BYTES * BLOCK_BYTES
+        if not 0 <= begin < end <= min(place + BLOCK_BYTES, size):
+            raise ValueError("a block lies outside of its file")
+        found.setdefault(place, []).append(block)
+    return found
 
 
 def _read(file: int, begin: int, end: int) -> _Bytes:
@@ -272,41 +248,3 @@ def _read(file: int, begin: int, end: int) -> _Bytes:
     if len(content) and os.preadv(file, [content.data], begin) != len(content):
         raise ValueError("a file is shorter than it was")
     return content
-
-
-def _words(content: _Bytes, width: int) -> Words:
-    if width not in (1, 2, 4, 8):
-        raise ValueError(f"there are no numbers of {width} bytes")
-    return content.view(f"<u{width}")
-
-
-def _layout(file: int, num_bytes: int) -> list[tuple[int, int, int]]:
-    """Begin and end in the file, and width in bytes, of each tensor of a safetensors file, in their order; empty when
-    the file is none."""
-    try:
-        start = 8 + int.from_bytes(_read(file, 0, 8).tobytes(), "little")
-        if start > num_bytes:
-            return []
-        entries: dict[str, Any] = json.loads(_read(file, 8, start).tobytes())
-        entries.pop("__metadata__", None)
-        found = [
-            (start + entry["data_offsets"][0], start + entry["data_offsets"][1], _width(entry["dtype"]))
-            for entry in entries.values()
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return []
-    found.sort()
-    is_whole = [begin for begin, _, _ in found] + [num_bytes] == [start] + [end for _, end, _ in found]
-    return found if is_whole else []
-
-
-def _width(dtype: str) -> int:
-    """Bytes of a number of a safetensors dtype such as BF16 or F8_E4M3."""
-    bits = re.match(r"[A-Z]+(\d+)", dtype)
-    return int(bits[1]) // 8 if bits and bits[1] in ("16", "32", "64") else 1
-
-
-def _pieces(layout: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    for begin, end, width in layout:
-        for start in range(begin, end, BLOCK_BYTES):
-            yield start, min(start + BLOCK_BYTES, end), width

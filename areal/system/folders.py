@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -24,7 +25,7 @@ from aiohttp import web
 
 from areal.api.errors import ArealError, InputError, RequestError, WeightSyncError
 from areal.system.durable import COMPLETE, is_complete, publish_folder
-from areal.system.folder_delta import apply_delta, copy_files
+from areal.system.folder_delta import rebuild
 from areal.system.http_guard import RequestGuard, guarded
 from areal.system.network import BACKLOG, Host, http_address, is_trainer, listen, store_prefix
 from areal.system.process import in_daemon_thread
@@ -108,16 +109,14 @@ def exclusive(lock: Path) -> Iterator[bool]:
 BLOCK_BYTES = 16 * 2**20
 """Unit of verification: a block with a wrong checksum is sent again alone."""
 
-new_sum: Callable[[], "hashlib._Hash"] = hashlib.sha256  # pyright: ignore[reportPrivateUsage]
-"""The checksum of a block, and of the list itself; hashlib releases the interpreter lock meanwhile."""
-
 
 @dataclass(frozen=True, slots=True)
 class ListedFile:
     name: str
     num_bytes: int
-    sums: list[str]
-    """SHA-256 of each block of `FolderList.block_bytes`, hexadecimal; the last block may be shorter."""
+    sums: list[int]
+    """CRC-32 of each block of `FolderList.block_bytes`; the last block may be shorter. Of random damage to a block one
+    in 2^32 cases is missed; who could choose the damage has the token of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +133,17 @@ class FolderList:
                 size = path.stat().st_size
                 sums = pool.map(partial(_sum_at, path, block_bytes), range(0, size, block_bytes))
                 files.append(ListedFile(path.name, size, list(sums)))
+        return cls(block_bytes, files)
+
+    @classmethod
+    def of_contents(cls, contents: Mapping[str, memoryview], block_bytes: int = BLOCK_BYTES) -> Self:
+        """Of a folder with these files."""
+        files: list[ListedFile] = []
+        with ThreadPoolExecutor(thread_name_prefix="checksums") as pool:
+            for name, content in sorted(contents.items()):
+                starts = range(0, len(content), block_bytes)
+                sums = pool.map(zlib.crc32, (content[start : start + block_bytes] for start in starts))
+                files.append(ListedFile(name, len(content), list(sums)))
         return cls(block_bytes, files)
 
     @classmethod
@@ -154,31 +164,27 @@ class FolderList:
         return json.dumps(asdict(self)).encode()
 
 
-def sum_of(data: bytes) -> str:
-    found = new_sum()
-    found.update(data)
-    return found.hexdigest()
-
-
-def _sum_at(path: Path, block_bytes: int, start: int) -> str:
-    found, rest = new_sum(), block_bytes
+def _sum_at(path: Path, block_bytes: int, start: int) -> int:
+    found, rest = 0, block_bytes
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         while rest and (piece := file.read(min(rest, 2**20))):
-            found.update(piece)
+            found = zlib.crc32(piece, found)
             rest -= len(piece)
-    return found.hexdigest()
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Serves folders of this machine over HTTP, from a thread, to clients that have the run's token.
 #
-# The address of a folder ends with the checksum of its list of files, so a client that got the address from a trusted
-# process can verify every byte.
+# The address of a folder ends with the SHA-256 of its list of files, so a client that got the address can verify every
+# byte.
 
 PULLED_WEIGHTS = "/pulled_weights"
 """Path below which a server offers the folders that it has pulled, to servers that start later."""
 _START_S = 30.0
+KEPT = 2
+"""Folders that stay: the newest, and the one before, which another server of this machine may still read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +192,8 @@ class OfferedFolder:
     path: Path
     listed: FolderList
     list_bytes: bytes
+    write: Callable[[], None] | None = None
+    """Makes the folder, unless its content is lost, when a client asks for a file of it."""
 
 
 def folder_routes(
@@ -198,7 +206,7 @@ def folder_routes(
 
     async def send_list(request: web.Request) -> web.StreamResponse:
         found = find(request.match_info["name"])
-        if found is None or not found.path.is_dir():
+        if found is None or (found.write is None and not found.path.is_dir()):
             return error(404, "this folder is not served, or not any more", "weights.not_served")
         return web.Response(body=found.list_bytes, content_type="application/json")
 
@@ -206,6 +214,8 @@ def folder_routes(
         found, index = find(request.match_info["name"]), request.match_info["index"]
         if found is None or not index.isdecimal() or int(index) >= len(found.listed.files):
             return error(404, "this file is not served", "weights.not_served")
+        if found.write is not None:
+            await asyncio.to_thread(found.write)
         path = found.path / found.listed.files[int(index)].name
         if not path.is_file():
             return error(404, "this folder is not served any more", "weights.not_served")
@@ -229,13 +239,15 @@ class FolderServer:
         self._thread = in_daemon_thread(lambda: self._loop.run_until_complete(self._serve(started)), "folder server")
         started.result(_START_S)
 
-    def offer(self, folder: Path) -> str:
-        """Serve a folder as it is now, until it is deleted; returns its address."""
-        listed = FolderList.of(folder)
+    def offer(self, folder: Path, listed: FolderList | None = None, write: Callable[[], None] | None = None) -> str:
+        """Serve a folder as it is now, until it is deleted; returns its address. `listed`, `write`: of a folder that is
+        written when a file of it is needed; of such folders the last `KEPT` are served."""
+        listed = listed or FolderList.of(folder)
         data = listed.to_bytes()
-        name = f"{folder.name}-{sum_of(data)}"
-        still_there = {name: entry for name, entry in self._offered.items() if entry.path.is_dir()}
-        self._offered = still_there | {name: OfferedFolder(folder, listed, data)}
+        name = f"{folder.name}-{hashlib.sha256(data).hexdigest()}"
+        found = self._offered | {name: OfferedFolder(folder, listed, data, write)}
+        kept = [name for name, entry in found.items() if entry.write is not None][-KEPT:]
+        self._offered = {name: entry for name, entry in found.items() if name in kept or entry.path.is_dir()}
         return f"{self.address}/{name}"
 
     def close(self) -> None:
@@ -268,8 +280,6 @@ def _error(status: int, message: str, code: str) -> web.Response:
 # waits for a server at most `_SILENCE_S` at a time. It leaves a mirror after `_MIRROR_FAILURES` attempts without a new
 # verified block, and ends after `_MAX_FAILURES` such attempts with the server of the trainer.
 
-KEPT = 2
-"""Folders that stay: the newest, and the one before, which another server of this machine may still read."""
 _NAME = re.compile(r"[A-Za-z0-9_]+-([0-9a-f]{64})")
 _SILENCE_S = 30.0
 _MAX_FAILURES, _MIRROR_FAILURES = 8, 2
@@ -332,11 +342,10 @@ class FolderPuller:
             while not is_complete(final):
                 with exclusive(self._local.path / ".pulling") as is_held:
                     if is_held and not is_complete(final):
-                        folder = unfinished(final)
-                        is_rebuilt, problem = self._rebuild(self._local.path, folder, deltas or {}, transfers)
                         transfers.append(transfer := _Transfer([*usable, url], match, self._token))
+                        problem = self._rebuild(transfer, unfinished(final), deltas or {}, transfers)
                         transfer.run(final)
-                        if is_rebuilt and transfer.num_copied:
+                        if transfer.proven and transfer.num_copied:
                             problem = f"the differences made other weights: {transfer.num_copied} bytes were copied"
                         _remove_old(self._local.path, final)
                 if not is_held:
@@ -353,13 +362,14 @@ class FolderPuller:
         return match
 
     def _rebuild(
-        self, root: Path, folder: Path, deltas: Mapping[str, str], transfers: "list[_Transfer]"
-    ) -> tuple[bool, str]:
-        """Fill `folder` from an earlier one and the differences since then, whose transfers are appended. Whether it is
-        filled, and otherwise why not, if an earlier one is here."""
+        self, whole: "_Transfer", folder: Path, deltas: Mapping[str, str], transfers: "list[_Transfer]"
+    ) -> str:
+        """Fill the `folder` of the transfer `whole` from an earlier one and the differences since then, whose transfers
+        are appended. Returns why it is not filled although an earlier one is here."""
+        root = folder.parent
         here = [base for base in deltas if _NAME.fullmatch(base) and is_complete(root / base)]
         if not here:
-            return False, ""
+            return ""
         names = list(deltas)[list(deltas).index(here[-1]) :]
         fetched: list[Path] = []
         try:
@@ -368,19 +378,21 @@ class FolderPuller:
                 fetched.append(root / match[0])
                 transfers.append(_Transfer([url], match, self._token, max_failures=_MIRROR_FAILURES))
                 transfers[-1].run(fetched[-1])
-            try:
-                copy_files(root / here[-1], folder)
-                for path in fetched:
-                    apply_delta(path / DELTA_FILE, folder)
-            except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)  # files of the old folder may not be those of the new one
-                raise
+            listed = whole.listed()
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            sizes = {file.name: file.num_bytes for file in listed.files}
+            found = rebuild(root / here[-1], [path / DELTA_FILE for path in fetched], folder, sizes, listed.block_bytes)
+            for file in listed.files:
+                pairs = zip(file.sums, found[file.name], strict=True)
+                num_equal = next((number for number, (one, other) in enumerate(pairs) if one != other), len(file.sums))
+                whole.proven[file.name] = min(num_equal * listed.block_bytes, file.num_bytes)
         except (ArealError, OSError) as error:
-            return False, str(error)
+            return str(error)
         finally:
             for path in fetched:
                 shutil.rmtree(path, ignore_errors=True)
-        return True, ""
+        return ""
 
     def _is_copy(self, mirror: str, name: str) -> bool:
         """Whether an address is that of a folder `name` on a machine of this run."""
@@ -436,28 +448,34 @@ class _Transfer:
         self._max_failures, self._failures = max_failures, 0
         self.num_copied = 0
         """Bytes of files that were received."""
+        self.proven: dict[str, int] = {}
+        """Bytes at the start of a file that are there, whose checksums were compared with the list."""
+        self._list_bytes = b""
+
+    def listed(self) -> FolderList:
+        self._list_bytes = self._list_bytes or self._received_list()
+        return FolderList.from_bytes(self._list_bytes)
 
     def run(self, final: Path) -> None:
         partial = unfinished(final)
         try:
             partial.mkdir(exist_ok=True)
-            data = self._list()
-            listed = FolderList.from_bytes(data)
+            listed = self.listed()
             for index, file in enumerate(listed.files):
                 with open(partial / file.name, "ab+") as copy:
                     self._copy(index, file, listed.block_bytes, copy)
-            (partial / _LIST).write_bytes(data)
+            (partial / _LIST).write_bytes(self._list_bytes)
             publish_folder(partial, final, sum_up=False, sync=False)
         except OSError as error:
             message = f"the weights cannot be written to {final.parent}: {error.strerror or error}"
             raise WeightSyncError(message, code="weights.pull_failed") from error
 
-    def _list(self) -> bytes:
+    def _received_list(self) -> bytes:
         while True:
             try:
                 with self._get("", 0) as answer:
                     data = b"".join(_pieces(answer))
-                if sum_of(data) == self._list_sum:
+                if hashlib.sha256(data).hexdigest() == self._list_sum:
                     return data
                 raise _Cut("the list of files has a wrong checksum")
             except _Cut as error:
@@ -466,7 +484,7 @@ class _Transfer:
     def _copy(self, index: int, file: ListedFile, block_bytes: int, copy: BinaryIO) -> None:
         """Continue after what `copy` holds, until all of the file is there and verified."""
         blocks = _Blocks(file, block_bytes, copy)
-        blocks.verify_stored()
+        blocks.verify_stored(self.proven.get(file.name, 0))
         while blocks.position < file.num_bytes:
             verified = blocks.verified
             try:
@@ -536,11 +554,13 @@ class _Blocks:
         """Bytes in the file."""
         self.verified = 0
         """Complete blocks whose checksum is right; bytes after them may follow."""
-        self._sum = new_sum()
+        self._sum = 0
 
-    def verify_stored(self) -> None:
-        """Read what an earlier process stored; the rest from the first wrong block on is dropped."""
-        self._file.seek(0)
+    def verify_stored(self, proven: int) -> None:
+        """Read what an earlier process stored, after the first `proven` bytes, which are whole blocks or all; the rest
+        from the first wrong block on is dropped."""
+        self.position, self.verified = proven, -(-proven // self._block_bytes)
+        self._file.seek(proven)
         try:
             while piece := self._file.read(_READ_BYTES):
                 self._take(piece, is_stored=True)
@@ -562,13 +582,13 @@ class _Blocks:
             part, rest = rest[: end - self.position], rest[end - self.position :]
             if not is_stored:
                 self._file.write(part)
-            self._sum.update(part)
+            self._sum = zlib.crc32(part, self._sum)
             self.position += len(part)
             if self.position == end:
                 self._end_block()
 
     def _end_block(self) -> None:
-        found, self._sum = self._sum.hexdigest(), new_sum()
+        found, self._sum = self._sum, 0
         if found != self._listed.sums[self.verified]:
             number = self.verified
             self._truncate()
@@ -577,6 +597,6 @@ class _Blocks:
 
     def _truncate(self) -> None:
         """Drop everything after the verified blocks."""
-        self.position, self._sum = min(self.verified * self._block_bytes, self._listed.num_bytes), new_sum()
+        self.position, self._sum = min(self.verified * self._block_bytes, self._listed.num_bytes), 0
         self._file.flush()
         self._file.truncate(self.position)

@@ -10,8 +10,8 @@ import re
 import secrets
 import shutil
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import urlsplit
@@ -22,13 +22,13 @@ from areal.api.data import WeightUpdate
 from areal.api.engine import AdapterSource, Ranks, WeightChannel, WeightSource
 from areal.api.errors import WeightSyncError
 from areal.api.metrics import Metric, Metrics
-from areal.observe.log import get_logger
-from areal.system.durable import COMPLETE, finish_interrupted_writes, publish_folder, writing_folder
-from areal.system.folder_delta import write_delta
+from areal.system.durable import finish_interrupted_writes, publish_folder, writing_folder
+from areal.system.folder_delta import Piece, write_delta
 from areal.system.folders import DELTA, DELTA_FILE, FolderServer, LocalFolder
 from areal.system.network import Host, required_token, store_prefix
 from areal.weights.control import FleetControl, send_once, succeeded
 from areal.weights.weight_files import MAX_FILE_BYTES, write_weights
+from areal.weights.weight_image import WeightImage
 
 KEPT_VERSIONS = 2
 """The current version, which a restarted replica loads, and the one before, which a slow replica may still read."""
@@ -55,16 +55,10 @@ class FolderChannel(WeightChannel):
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 finish_interrupted_writes(self._folder)
-                final = self._folder / self._name(version)
-                writing = writing_folder(final)
-                writing.mkdir()
-                self._write(writing, weights)
-                # Replicas load it without verifying checksums.
-                publish_folder(writing, final, sum_up=False, sync=self._syncs)
+                self._update = self._store(version, weights)
             except OSError as error:
                 message = f"version {version} could not be written to {self._folder}: {error}"
                 raise WeightSyncError(message, code="weights.not_written") from error
-            self._update = self._update_from(final, version)
             self._control.start_update(self._update)
 
         self._update = self._version = None
@@ -85,6 +79,14 @@ class FolderChannel(WeightChannel):
         if update is not None:
             with contextlib.suppress(OSError):  # what stays is removed after the next version
                 self._prune(update.version)
+
+    def _store(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> WeightUpdate:
+        final = self._folder / self._name(version)
+        writing = writing_folder(final)
+        writing.mkdir()
+        self._write(writing, weights)
+        publish_folder(writing, final, sum_up=False, sync=self._syncs)  # replicas load it without verifying checksums
+        return self._update_from(final, version)
 
     def metrics(self) -> Metrics:
         return {}
@@ -128,9 +130,12 @@ class DiskChannel(FolderChannel):
 
     def _write(self, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
         write_weights(folder, weights, MAX_FILE_BYTES)
-        for name in _COPIED:
-            if self._model_folder is not None and (self._model_folder / name).is_file():
-                shutil.copyfile(self._model_folder / name, folder / name)
+        for name, content in self._other_files().items():
+            (folder / name).write_bytes(content)
+
+    def _other_files(self) -> dict[str, bytes]:
+        paths = [] if self._model_folder is None else [self._model_folder / name for name in _COPIED]
+        return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
     def _update_from(self, folder: Path, version: int) -> WeightUpdate:
         return WeightUpdate(version=version, kind="disk", path=str(folder))
@@ -188,13 +193,14 @@ FULL_EVERY = 50
 class DeltaChannel(HttpChannel):
     """Versions as in `HttpChannel`, which servers make from an earlier one where that takes fewer bytes.
 
-    The version before is read from its folder. The first version of a process, every `FULL_EVERY`-th one, and a server
-    that has no version since then, take whole weights.
+    The version before is kept in memory. A whole version is written to disk only when a server asks for it. The first
+    version of a process, every `FULL_EVERY`-th one, and a server that has no version since then, take whole weights.
     """
 
-    _last: Path | None = None
-    """The folder of the version before."""
-    _last_name = ""
+    _image: WeightImage | None = None
+    """The weights of the version before."""
+    _last: tuple[int, str] = (-1, "")
+    """Its number, and the name of its folder with the checksum."""
     _deltas: Mapping[str, tuple[str, int]] = MappingProxyType({})
     """As `WeightUpdate.deltas`, with sizes in bytes."""
     _sent = (0.0, 0.0)
@@ -208,45 +214,32 @@ class DeltaChannel(HttpChannel):
             "update_weights/share_of_full": Metric(sent / max(full, 1.0), count),
         }
 
-    def _update_from(self, folder: Path, version: int) -> WeightUpdate:
+    def _store(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> WeightUpdate:
         assert self._server is not None, "only rank 0 writes versions"
-        update = super()._update_from(folder, version)
-        name, before = update.path.rpartition("/")[2], self._last_name
-        full = sum(path.stat().st_size for path in folder.iterdir())
-        sent = 0 if name == before else full
-        if sent:
-            if self._last is None or self._last == folder or version % FULL_EVERY == 0:
-                self._deltas = {}
-            else:
-                sent = self._add_delta(self._last, before, folder, full)
-        self._last, self._last_name = folder, name
-        self._sent = float(sent), float(full)
-        return replace(update, deltas={base: url for base, (url, _) in self._deltas.items()})
-
-    def _add_delta(self, old: Path, base: str, new: Path, full: int) -> int:
-        """Offer the difference of two versions, if it is small; returns the bytes that a server receives."""
-        assert self._server is not None, "only rank 0 writes versions"
-        final = new.with_name(f"{DELTA}{new.name}")
-        writing = writing_folder(final)
-        try:
-            writing.mkdir()
-            names = [path.name for path in new.iterdir() if path.name != COMPLETE]
-            size = write_delta(old, new, names, writing / DELTA_FILE)
-            publish_folder(writing, final, sum_up=False)
-            url = self._server.offer(final)
-        except (OSError, ValueError) as error:
-            shutil.rmtree(writing, ignore_errors=True)
-            text = "%s is sent whole, because its difference from the version before could not be written: %s"
-            get_logger(__name__).warning(text, new.name, error)
-            size, url = full, ""
-        if size >= full:
-            self._deltas = {}
-            return full
-        deltas = {**self._deltas, base: (url, size)}
-        while sum(size for _, size in deltas.values()) >= full:
-            del deltas[next(iter(deltas))]
-        self._deltas = deltas
-        return size
+        (last, base), image, self._image = self._last, self._image, None
+        # The difference of a version to itself would replace that to the version before.
+        is_whole = image is None or version == last or version % FULL_EVERY == 0
+        if image is None:
+            image = WeightImage(self._source.weight_specs(), self._other_files())
+        folder = self._folder / self._name(version)
+        difference = folder.with_name(f"{DELTA}{folder.name}")
+        changes = image.take(weights, compare=not is_whole)
+        size = sum(1 for _ in changes) if is_whole else _write_delta(difference, changes)
+        listed, full = image.seal(), image.num_bytes
+        url = self._server.offer(folder, listed, partial(image.write, listed, folder))
+        name = url.rpartition("/")[2]
+        if name == base:
+            self._sent = 0.0, float(full)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)  # of the same version with other weights
+            is_whole |= size >= full
+            deltas = {} if is_whole else {**self._deltas, base: (self._server.offer(difference), size)}
+            while sum(size for _, size in deltas.values()) >= full:
+                del deltas[next(iter(deltas))]
+            self._deltas, self._sent = deltas, (float(full if is_whole else size), float(full))
+        self._image, self._last = image, (version, name)
+        deltas = {base: url for base, (url, _) in self._deltas.items()}
+        return WeightUpdate(version=version, kind="http", path=url, deltas=deltas)
 
     def _prune(self, current: int) -> None:
         super()._prune(current)
@@ -254,6 +247,14 @@ class DeltaChannel(HttpChannel):
         for path in self._folder.glob(f"{DELTA}v*"):
             if path.name not in used:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_delta(folder: Path, changes: Iterable[tuple[str, Piece, bytes]]) -> int:
+    writing = writing_folder(folder)
+    writing.mkdir()
+    size = write_delta(writing / DELTA_FILE, changes)
+    publish_folder(writing, folder, sum_up=False, sync=False)
+    return size
 
 
 class AdapterChannel(FolderChannel):

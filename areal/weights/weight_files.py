@@ -1,6 +1,7 @@
 """Safetensors checkpoints as files: writing weights one by one in bounded memory."""
 
 import hashlib
+import itertools
 import json
 import os
 import zlib
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -116,17 +118,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     The checksum is computed from memory, so it also detects errors between memory and file. Tensors are copied to the
     CPU one by one.
     """
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # readers need alignment
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    end = 0
-    for name, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _TYPE_NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    header, places = layout(tensors, metadata)
     checksum = 0
     with open(path, "wb") as file:
-        for content in _contents(text, ordered):
+        for content in itertools.chain([header], (content_of(tensors[name]).data for name in places)):
             for begin in range(0, len(content), _BLOCK_BYTES):
                 block = content[begin : begin + _BLOCK_BYTES]
                 checksum = zlib.crc32(block, checksum)
@@ -136,10 +131,26 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     return checksum
 
 
-def _contents(header: bytes, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[memoryview]:
-    yield memoryview(len(header).to_bytes(8, "little") + header)
-    for _, tensor in tensors:
-        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+def layout(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The first bytes of a safetensors file, and the begin and end of each tensor in the file, in their order there.
+    The tensors may be on the device meta."""
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # readers need alignment
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    ends = [0, *itertools.accumulate(tensor.nbytes for _, tensor in ordered)]
+    for (name, tensor), place in zip(ordered, itertools.pairwise(ends), strict=True):
+        entries[name] = {"dtype": _TYPE_NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": place}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    places = ((len(header) + begin, len(header) + end) for begin, end in itertools.pairwise(ends))
+    return header, dict(zip((name for name, _ in ordered), places, strict=True))
+
+
+def content_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """Its bytes, without a copy if it is contiguous and on the CPU."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], max_file_bytes: int = MAX_FILE_BYTES) -> None:
@@ -223,9 +234,12 @@ def write_own_files(
 def write_index(folder: Path, files: Mapping[str, list[str]], sizes: Mapping[str, int]) -> None:
     """Write the index of several files."""
     if len(files) > 1:
-        places = {name: file for file, names in files.items() for name in names}
-        facts = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-        (folder / INDEX).write_text(json.dumps(facts, indent=2))
+        (folder / INDEX).write_bytes(index_of(files, sizes))
+
+
+def index_of(files: Mapping[str, list[str]], sizes: Mapping[str, int]) -> bytes:
+    places = {name: file for file, names in files.items() for name in names}
+    return json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}, indent=2).encode()
 
 
 def _part(folder: Path, index: int) -> Path:

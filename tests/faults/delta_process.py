@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from areal.api.data import WeightUpdate
+from areal.api.data import WeightSpec, WeightUpdate
 from areal.inference.weight_update import ServedWeights
 from areal.system import folders
 from areal.system.folders import FolderPuller
@@ -54,6 +54,11 @@ class Model(nn.Module):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.named_parameters()
+
+    def weight_specs(self) -> list[WeightSpec]:
+        return [
+            WeightSpec(name=name, shape=[*value.shape], dtype="bfloat16") for name, value in self.named_parameters()
+        ]
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._draw).to(torch.bfloat16)

@@ -63,14 +63,15 @@ class Process:
         return answer
 
     def insist(self, rng: random.Random, *, is_struck: bool, **command: Any) -> dict[str, Any]:
-        """The answer. If it `is_struck`, the process is killed at an operation of this command, or after the last."""
+        """The answer. If it `is_struck`, the process is killed at an operation of this command, or after the last. A
+        trainer that starts again publishes the version again."""
         answer = self.ask(kill_at=rng.randint(1, self.num_operations) if is_struck else 0, **command)
-        if answer is None:
-            answer = self.ask(**command)
-            assert answer is not None
-        elif is_struck:
+        if is_struck and answer is not None:
             self.running.kill()
             self._restart()
+        if answer is None or (is_struck and self.kind == "trainer"):
+            answer = self.ask(**command)
+        assert answer is not None
         return answer
 
     def _restart(self) -> None:

@@ -16,6 +16,7 @@ from areal.system.durable import is_complete
 from areal.system.folder_delta import write_delta
 from areal.system.folders import DELTA_FILE, FolderPuller, FolderServer, Pulled, exclusive
 from areal.system.network import Host
+from tests.system.test_folder_delta import changes
 
 SIZE = 200_000
 
@@ -54,7 +55,7 @@ class Trainer:
         if version:
             difference = self.root / f"delta_v{version:06d}"
             difference.mkdir()
-            write_delta(self.folder(version - 1), folder, ["model"], difference / DELTA_FILE)
+            write_delta(difference / DELTA_FILE, changes(self.folder(version - 1), folder))
             self.deltas.append(self.server.offer(difference))
         self.urls.append(self.server.offer(folder))
 

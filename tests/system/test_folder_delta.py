@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from areal.system import folder_delta
-from areal.system.folder_delta import BLOCK_BYTES, apply, apply_delta, copy_files, encode, write_delta
+from areal.system.folder_delta import BLOCK_BYTES, Piece, apply, encode, pieces, rebuild, words, write_delta
 from tests.expect import raises_code
 
 GIVEN = {1: 7, 2: 300, 4: 70_000, 8: 2**40}
@@ -125,95 +126,94 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+def changes(old: Path, new: Path) -> Iterator[tuple[str, Piece, bytes]]:
+    """Of files with equal names and sizes, as of numbers of two bytes."""
+    for path in new.iterdir():
+        before, after = (np.fromfile(folder / path.name, np.uint8) for folder in (old, new))
+        for piece in pieces(0, len(after), 2 if len(after) % 2 == 0 else 1):
+            one, two = (words(data[piece.begin : piece.end], piece.width) for data in (before, after))
+            if packed := encode(one, two):
+                yield path.name, piece, packed
+
+
+def made(folder: Path, deltas: list[Path], sizes: dict[str, int], block_bytes: int = BLOCK_BYTES) -> Path:
+    """The version after `deltas`; its checksums are compared."""
+    new = folder.with_name("made")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    sums = rebuild(folder, deltas, new, sizes, block_bytes)
+    assert sums == {
+        name: [zlib.crc32(data[start : start + block_bytes]) for start in range(0, len(data), block_bytes)]
+        for name, data in contents(new).items()
+    }
+    return new
+
+
+def sizes_of(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in folder.iterdir()}
+
+
+def test_the_blocks_of_a_tensor_end_at_multiples_of_their_size_in_the_file() -> None:
+    size = BLOCK_BYTES
+    assert list(pieces(8, 8, 2)) == []
+    assert list(pieces(8, 100, 2)) == [(8, 100, 2)]
+    assert list(pieces(8, 2 * size + 2, 2)) == [(8, size, 2), (size, 2 * size, 2), (2 * size, 2 * size + 2, 2)]
+    assert list(pieces(size - 1, size + 1, 2)) == [(size - 1, size, 1), (size, size + 1, 1)], "no number is cut"
 
 
 def test_two_deltas_in_a_row_make_the_folder_of_the_second(tmp_path: Path) -> None:
     folders = [version(tmp_path / f"v{seed}", seed, changes=0.02) for seed in range(3)]
-    (folders[2] / "more.json").write_text("{}")
-    (folders[2] / "same.txt").unlink()
-    deltas = [tmp_path / "d1", tmp_path / "d2"]
-    sizes = [
-        write_delta(old, new, names(new), delta) for old, new, delta in zip(folders, folders[1:], deltas, strict=False)
-    ]
-    full = (folders[0] / "model.safetensors").stat().st_size
-    assert 0 < max(sizes) < 0.05 * full
-    (folders[0] / "COMPLETE").write_text("{}")
-    (folders[0] / ".list").write_text("{}")
-    copy_files(folders[0], tmp_path / "made")
-    apply_delta(deltas[0], tmp_path / "made")
-    assert contents(tmp_path / "made") == contents(folders[1])
-    apply_delta(deltas[1], tmp_path / "made")
-    assert contents(tmp_path / "made") == contents(folders[2])
+    deltas, sizes = [tmp_path / "d1", tmp_path / "d2"], sizes_of(folders[0])
+    for old, new, delta in zip(folders, folders[1:], deltas, strict=False):
+        assert 0 < write_delta(delta, changes(old, new)) < 0.05 * sizes["model.safetensors"]
+    assert contents(made(folders[0], deltas[:1], sizes)) == contents(folders[1])
+    assert contents(made(folders[1], deltas[1:], sizes)) == contents(folders[2])
+    assert contents(made(folders[0], deltas, sizes, 2 * BLOCK_BYTES)) == contents(folders[2])
 
 
-def test_a_file_with_other_tensors_is_sent_whole(tmp_path: Path) -> None:
-    old, new = version(tmp_path / "old", 1), version(tmp_path / "new", 2)
-    tensors = {"other": torch.randn(50), "wide": torch.zeros(33, 7)}
-    save_file(tensors, new / "model.safetensors")
-    padded = (old / "model.safetensors").read_bytes()[: (new / "model.safetensors").stat().st_size]
-    (old / "model.safetensors").write_bytes(padded)  # of equal size, with another header
-    write_delta(old, new, names(new), tmp_path / "d")
-    copy_files(old, tmp_path / "made")
-    apply_delta(tmp_path / "d", tmp_path / "made")
-    assert contents(tmp_path / "made") == contents(new)
-
-
-def test_a_delta_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_a_delta_that_cannot_be_read_or_does_not_fit_is_refused(tmp_path: Path) -> None:
     old, new = version(tmp_path / "old", 1), version(tmp_path / "new", 2, changes=0.1)
-    write_delta(old, new, names(new), tmp_path / "d")
-    data = (tmp_path / "d").read_bytes()
-    for wrong in (b"", data[:100], data[:-50], data.replace(b'"config.json"', b'"../con.json"')):
-        copy_files(old, tmp_path / "made")
-        (tmp_path / "d").write_bytes(wrong)
+    delta, sizes = tmp_path / "d", sizes_of(new)
+    write_delta(delta, changes(old, new))
+    data = delta.read_bytes()
+    wrong = [b"", data[:100], data[:-50], data.replace(b'"config.json"', b'"../con.json"'), data[:-8] + bytes(8)]
+    for begin, end in ((-8, 8), (8, 8), (0, BLOCK_BYTES + 8), (2**40, 2**40 + 8)):
+        text = json.dumps({"model.safetensors": [[[begin, end, 2], 0, 1]]}).encode()
+        wrong.append(data[:50] + text + len(text).to_bytes(8, "little"))
+    for content in wrong:
+        delta.write_bytes(content)
         with raises_code("weights.bad_delta"):
-            apply_delta(tmp_path / "d", tmp_path / "made")
-        shutil.rmtree(tmp_path / "made")
+            made(old, [delta], sizes)
+    delta.write_bytes(data)
+    with raises_code("weights.bad_delta"):
+        made(old, [delta], {**sizes, "model.safetensors": sizes["model.safetensors"] + 1})
 
 
-def test_a_few_blocks_are_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 60 blocks that share no bytes. Compared ones that are not in the file yet are in memory."""
+def test_one_block_for_each_thread_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 60 blocks that share no bytes."""
     size, count = 2**14, 60
     monkeypatch.setattr(folder_delta, "BLOCK_BYTES", size)
-    monkeypatch.setattr(folder_delta, "_AHEAD", 3)
     draw = np.random.default_rng(1)
     old, new, delta = tmp_path / "old", tmp_path / "new", tmp_path / "d"
     for folder in (old, new):
         folder.mkdir()
         draw.integers(0, 256, size * count, np.uint8).tofile(folder / "model")
-    compare, waiting, read = folder_delta._compare, list[int](), list[int]()
-
-    def noted_compare(*args: object) -> bytes:
-        found = compare(*args)  # type: ignore[arg-type]
-        waiting.append(len(waiting) + 1 - delta.stat().st_size // (size + 1))
-        return found
-
-    monkeypatch.setattr(folder_delta, "_compare", noted_compare)
-    assert write_delta(old, new, ["model"], delta) > count * (size + 1)
-    assert len(waiting) == count
-    assert max(waiting) <= 3 + 1
-
-    preadv, read_bytes = os.preadv, Path.read_bytes
+    assert write_delta(delta, changes(old, new)) > count * (size + 1)
+    preadv, read = os.preadv, list[int]()
 
     def noted_read(file: int, buffers: list[memoryview], begin: int) -> int:
         read.append(preadv(file, buffers, begin))
         return read[-1]
 
-    def noted_whole(path: Path) -> bytes:
-        read.append(path.stat().st_size)
-        return read_bytes(path)
-
     monkeypatch.setattr(os, "preadv", noted_read)
-    monkeypatch.setattr(Path, "read_bytes", noted_whole)
-    apply_delta(delta, old)
-    assert (len(read), max(read)) == (2 + 2 * count, size + 1)
-    assert (old / "model").read_bytes() == (new / "model").read_bytes()
+    assert contents(made(old, [delta], sizes_of(new), 4 * size)) == contents(new)
+    sized = [num_bytes for num_bytes in read if num_bytes in (size, size + 1)]
+    assert (len(sized), len(read), max(sized)) == (2 * count, 2 + 2 * count, max(sized))
 
 
 def test_a_block_that_is_written_in_part_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = version(tmp_path / "old", 1), version(tmp_path / "new", 2, changes=0.1)
-    write_delta(old, new, names(new), tmp_path / "d")
+    write_delta(tmp_path / "d", changes(old, new))
     monkeypatch.setattr(os, "pwrite", lambda file, data, begin: len(data) - 1)
     with pytest.raises(OSError, match="not written whole"):
-        apply_delta(tmp_path / "d", old)
+        made(old, [tmp_path / "d"], sizes_of(new))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from areal.api.errors import RequestError, WeightSyncError
 from areal.system import folders as folder_puller
 from areal.system.durable import is_complete
-from areal.system.folders import FolderList, FolderPuller, FolderServer, LocalFolder, sum_of
+from areal.system.folders import FolderList, FolderPuller, FolderServer, LocalFolder
 from areal.system.network import Host
 from tests.expect import raises_code
 
@@ -53,7 +54,7 @@ class FaultyServer:
         self.starts: list[int] = []
         """The first byte of every request for the model."""
         faulty = self
-        name = f"{folder.name}-{sum_of(self.listed.to_bytes())}"
+        name = f"{folder.name}-{hashlib.sha256(self.listed.to_bytes()).hexdigest()}"
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:

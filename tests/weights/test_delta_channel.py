@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from areal.api.data import WeightUpdate
 from areal.inference.weight_update import ServedWeights
@@ -18,7 +18,7 @@ from areal.system.folders import FolderPuller
 from areal.system.network import TOKEN_VARIABLE, Host
 from areal.weights import disk
 from areal.weights.disk import DeltaChannel
-from tests.expect import serve
+from tests.expect import raises_code, serve
 from tests.fake_ranks import FakeRanks
 from tests.fixed_trainer import FixedTrainer
 from tests.system.test_delta_transfer import copied
@@ -140,7 +140,7 @@ def test_after_the_first_version_differences_are_sent(setup: Setup) -> None:
         assert found["share_of_full"] == found["bytes"] / full < 0.02
     assert setup.machines.all[0].problems == [""] * 4
     left = {path.name for path in setup.channel._folder.iterdir()}
-    assert left == {"v000003", "v000004", "delta_v000002", "delta_v000003", "delta_v000004"}
+    assert left == {"v000001", "delta_v000002", "delta_v000003", "delta_v000004"}, "whole versions that were needed"
 
 
 def test_ranks_that_send_nothing_have_metrics_without_a_value(setup: Setup) -> None:
@@ -192,28 +192,51 @@ def test_differences_as_large_as_the_weights_are_not_sent(setup: Setup, monkeypa
     assert setup.update(3) == ["delta_v000003"]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("a file is shorter than it was")])
-def test_a_difference_that_cannot_be_written_is_replaced_by_whole_weights(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+def test_after_an_update_that_failed_whole_weights_are_sent(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_a_part(old: Path, new: Path, names: list[str], target: Path) -> int:
-        target.write_bytes(b"part")
-        raise error
+    """Some of the bits in memory are those of the version that failed."""
+    setup.update(1)
+    step(setup.engine.model)
+    specs = setup.engine.named_weights
 
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield next(specs())
+        yield "other", torch.zeros(3)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(setup.engine, "named_weights", broken)
+        with raises_code("weights.unexpected"):
+            setup.update(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(setup.engine, "named_weights", lambda: iter([next(specs())]))
+        with raises_code("weights.unexpected"):
+            setup.update(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write_delta", lambda *args: tmp_path.read_bytes())
+        assert setup.update(2) == ["whole"]
+        step(setup.engine.model)
+        with raises_code("weights.not_written"):
+            setup.update(3)
+    assert setup.update(3) == ["whole"]
+    step(setup.engine.model)
+    assert setup.update(4) == ["delta_v000004"]
+
+
+def test_a_version_is_written_whole_when_a_server_asks_and_only_as_the_last_one(setup: Setup, tmp_path: Path) -> None:
+    setup.machines.all = []
     setup.update(1)
     step(setup.engine.model)
     setup.update(2)
-    step(setup.engine.model)
-    with monkeypatch.context() as patch:
-        patch.setattr(disk, "write_delta", write_a_part)
-        assert setup.update(3) == ["whole"]
-    assert f"v000003 is sent whole, because its difference from the version before could not be written: {error}" in [
-        record.getMessage() for record in caplog.records
-    ]
-    assert (setup.machines.updates[-1].deltas, values(setup.channel)["share_of_full"]) == ({}, 1.0)
-    assert {path.name for path in setup.channel._folder.iterdir()} == {"v000002", "v000003"}
-    step(setup.engine.model)
-    assert setup.update(4) == ["delta_v000004"]
+    late = Machine(tmp_path / "two")
+    with raises_code("weights.not_served"):
+        late.take(setup.machines.updates[0])
+    assert not list(setup.channel._folder.glob("v*"))
+    for _ in range(2):
+        late.take(setup.machines.updates[1])
+    assert_same(setup.engine.model, late.model)
+    assert [path.name for path in setup.channel._folder.glob("v*")] == ["v000002"]
+    late.puller.close()
 
 
 def test_a_long_chain_of_differences_loses_its_oldest(setup: Setup) -> None:
