@@ -46,7 +46,7 @@ def test_a_diverging_run_publishes_nothing_more_and_keeps_its_checkpoint(folder,
     assert done.returncode == 0, done.stderr
     saved = recovery_files()
     assert saved
-    done = launch("total_train_steps=4", "actor.optimizer.lr=1e36")
+    done = launch("total_train_steps=4", "actor.optimizer.lr=1e9")
     assert done.returncode == 1, done.stderr
     assert "[training.not_finite]" in done.stderr.strip().splitlines()[-1]
     kept = recovery_files()
