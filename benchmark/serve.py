@@ -42,7 +42,7 @@ from aiohttp import web
 
 from areal.api.data import GenerationRequest, GenerationResponse
 from areal.serve.gateway import API, Gateway, Keys, TrainerRoutes, make_app
-from areal.serve.sampling import Sampling
+from areal.serve.sampling import AdapterPool, Sampling
 from areal.serve.service import ServedModel, Service
 from areal.serve.wire import Datum, LossRequest, RequestAddress, decode_sample, encode_loss_request
 from areal.system.heartbeat import read_beats
@@ -277,8 +277,8 @@ async def gateway(folder: Path) -> AsyncIterator[tuple[str, FakeFleet]]:
     """The address of a gateway with a fake fleet, in this process."""
     shape = ServedModel(name="m", tokenizer="t", context_length=4096, max_rank=32, max_resident=4)
     service, fleet = Service(folder, shape, world_size=1), FakeFleet()
-    limits = {"max_adapters": 4, "context_length": shape.context_length}
-    sampling = Sampling(fleet, **limits)  # pyright: ignore[reportArgumentType]
+    pool = AdapterPool(fleet, 4)  # pyright: ignore[reportArgumentType]
+    sampling = Sampling(fleet, pool, context_length=shape.context_length)  # pyright: ignore[reportArgumentType]
     sampling.has_started.set()
     keys = Keys({"user": KEY})
     app = make_app(Gateway(service, sampling, keys), TrainerRoutes(service), keys, token=TOKEN, host=Host())

@@ -47,7 +47,7 @@ BUDGET = {
     "replay": Size(1009, 5, 0),
     "reward": Size(3446, 13, 0),
     "rollout": Size(4058, 12, 0),
-    "serve": Size(3914, 14, 0),
+    "serve": Size(4119, 14, 0),
     "server_side": Size(682, 8, 0),
     "system": Size(3278, 15, 0),
     "trainer": Size(5563, 25, 0),

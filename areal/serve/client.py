@@ -34,7 +34,7 @@ from areal.inference.engine import build_engine, load_detokenizer, request_limit
 from areal.inference.generate_route import GenerateRoute
 from areal.inference.request_parser import GenerateSettings, Prompt, Sample, seed_source
 from areal.inference.scheduler import FinishReason, SamplingParams
-from areal.serve.command import serving_config
+from areal.serve.command import LoraLimits, serving_config
 from areal.serve.losses import TARGETS
 from areal.serve.slots import AdapterSettings, AdapterSlots
 from areal.serve.wire import Datum, LossRequest, SampledAnswer
@@ -74,7 +74,7 @@ class Client:
         """`model`: checkpoint folder or hub name. `config`: words `key=value` as on the command line."""
         words = ["actor.dtype=float32", "native.dtype=float32", *config]
         loaded = 2 * max_policies  # a policy samples with the adapter before the newest while that is loaded
-        made = serving_config([], words, model=str(model), max_rank=max_rank, adapters=loaded)
+        made = serving_config([], words, model=str(model), lora=LoraLimits(max_rank, loaded))
         folder = resolve_model_path(made.actor.path)
         engine = build_trainer(made, TrainerMesh.open(None))
         assert engine.lora is not None

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from areal.api.config import PPOConfig
 from areal.api.config.validate import check_config
@@ -31,12 +32,14 @@ def run_serve(words: Sequence[str]) -> int:
     """`areal serve`: starts gateway, trainer ranks and servers, and runs until Ctrl-C. Returns the exit status."""
     parser = _parser()
     given = parser.parse_intermixed_args(words)
-    config = serving_config(
-        given.files, given.overrides, model=given.model, max_rank=given.max_rank, adapters=given.adapters
-    )
+    lora = None if given.full else LoraLimits(max_rank=given.max_rank, adapters=given.adapters)
+    config = serving_config(given.files, given.overrides, model=given.model, lora=lora)
     length = config.native.context_length or context_length(config.actor.path)
     if length is None:
         message = f"--model {given.model}: there is no config.json with a context length: name a checkpoint folder"
+        raise ConfigError(message, code="model.not_found")
+    if given.full and not Path(config.actor.path).is_dir():
+        message = f"--model {given.model}: with --full the servers load whole checkpoints: name a checkpoint folder"
         raise ConfigError(message, code="model.not_found")
     folder = RunPaths.of(config).root / FOLDER
     served = ServedModel(
@@ -44,10 +47,12 @@ def run_serve(words: Sequence[str]) -> int:
         tokenizer=config.tokenizer_path or str(Path(config.actor.path).absolute()),
         context_length=length,
         max_rank=given.max_rank,
-        max_resident=given.adapters,
+        max_resident=1 if given.full else given.adapters,
+        is_full=given.full,
     )
     line = StatusLine()
     if not given.dry_run:
+        _check_same_kind(folder / program.SETTINGS, served)
         folder.mkdir(parents=True, exist_ok=True)
         keys = keys_of(folder / program.KEYS, given.users.split(","))
         settings = {"served": asdict(served), "port": given.port}
@@ -66,6 +71,17 @@ def run_serve(words: Sequence[str]) -> int:
     return launch(request, LocalCluster(this_machine(), preloads=not given.dry_run))
 
 
+def _check_same_kind(settings: Path, served: ServedModel) -> None:
+    """ConfigError when an earlier start of the service trained adapters and this one trains whole models, or the other
+    way round: the saved states of the one do not fit the other."""
+    if not settings.exists():
+        return
+    if json.loads(settings.read_bytes())["served"]["is_full"] != served.is_full:
+        which, fix = ("without", "leave it out") if served.is_full else ("with", "add it")
+        message = f"{settings.parent} is of a service {which} --full: {fix}, or choose another trial_name"
+        raise ConfigError(message, code="config.conflict")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="areal serve",
@@ -77,6 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", default="", help="what clients call the base model; default: the text of --model")
     parser.add_argument("--adapters", type=int, default=8, metavar="N", help="adapters in memory at once; default 8")
     parser.add_argument("--max-rank", type=int, default=32, metavar="N", help="largest rank of an adapter; default 32")
+    parser.add_argument(
+        "--full", action="store_true", help="train all weights, of one model at a time; ranks of clients mean nothing"
+    )
     parser.add_argument("--port", type=int, default=PORT, metavar="N", help=f"port of the service; default {PORT}")
     parser.add_argument("--users", default="user", metavar="A,B", help="names of users, each with a key of its own")
     parser.add_argument(
@@ -88,18 +107,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def serving_config(
-    files: Sequence[str], overrides: Sequence[str], *, model: str, max_rank: int, adapters: int
-) -> PPOConfig:
-    """The checked configuration of the service: LoRA of all linear layers and the head, without a dataset."""
+class LoraLimits(NamedTuple):
+    """The largest rank of an adapter, and the adapters in memory at once."""
+
+    max_rank: int
+    adapters: int
+
+
+def serving_config(files: Sequence[str], overrides: Sequence[str], *, model: str, lora: LoraLimits | None) -> PPOConfig:
+    """The checked configuration of the service, without a dataset: LoRA of all linear layers and the head, or all
+    weights (None)."""
     words = [
         "experiment_name=serve", f"trial_name={Path(model).name}", "recover.mode=auto", "recover.retries=1000000",
         "launcher.stall_s=3e7",  # a service may have nothing to do
-        f"actor.lora.rank={max_rank}", f"actor.lora.alpha={ALPHA}",
-        "actor.lora.target_modules=[all-linear,output-head]",
-        f"native.max_adapters={adapters}", f"native.max_adapter_rank={max_rank}",
-        *overrides, f"actor.path={model}",
     ]  # fmt: skip
+    if lora is not None:
+        words += [
+            f"actor.lora.rank={lora.max_rank}", f"actor.lora.alpha={ALPHA}",
+            "actor.lora.target_modules=[all-linear,output-head]",
+            f"native.max_adapters={lora.adapters}", f"native.max_adapter_rank={lora.max_rank}",
+        ]  # fmt: skip
+    words += [*overrides, f"actor.path={model}"]
     config = load_settings(files, words)
     if config.server_backend != "native" or config.train_backend != "fsdp":
         message = f"allocation_mode={config.allocation_mode}: the service needs native servers and fsdp trainers"

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 import orjson
 import uvloop
@@ -16,7 +17,7 @@ from areal.fleet.server_backend import replica_factory
 from areal.observe.log import HttpLogger, get_logger
 from areal.serve.audit import FOLDER
 from areal.serve.gateway import Gateway, Keys, TrainerRoutes, make_app
-from areal.serve.sampling import Sampling
+from areal.serve.sampling import AdapterPool, Sampling, WholeWeights
 from areal.serve.service import ServedModel, Service
 from areal.system.discovery import registry_of
 from areal.system.heartbeat import beating_loop, launched_heartbeat
@@ -26,6 +27,8 @@ from areal.system.run_paths import RunPaths
 from areal.trainer.process_setup import join_run
 
 _CLEAN_S = 60.0
+_VERSIONS = 2**31 - 1
+"""Whole weights that servers have from an earlier gateway are below this version, and are not what it means here."""
 SETTINGS, KEYS = "settings.json", "keys.json"
 """In the folder of the service: the options of `areal serve`, and the API keys of its users."""
 
@@ -47,8 +50,13 @@ async def serve_clients(config: PPOConfig, context: ProcessContext, served: Serv
         seed=config.seed,
         dtype=config.native.dtype,
         owns_adapters=True,
+        abandoned=range(1, _VERSIONS if served.is_full else 1),
     )
-    sampling = Sampling(fleet, max_adapters=config.native.max_adapters, context_length=served.context_length)
+    if served.is_full:
+        weights = WholeWeights(fleet, Path(config.actor.path))
+    else:
+        weights = AdapterPool(fleet, config.native.max_adapters)
+    sampling = Sampling(fleet, weights, context_length=served.context_length)
     keys = Keys(json.loads((folder / KEYS).read_bytes()))
     gateway = Gateway(service, sampling, keys)
     app = make_app(gateway, TrainerRoutes(service), keys, token=token, host=context.host)

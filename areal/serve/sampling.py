@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field
 
 from areal.api.columns import Packed, joined
 from areal.api.config.rollout import GenerationHyperparameters
-from areal.api.data import GenerationRequest, GenerationResponse, PromptScoring
+from areal.api.data import GenerationRequest, GenerationResponse, PromptScoring, WeightUpdate
 from areal.api.errors import ArealError, RequestError
 from areal.api.metrics import gather_or_cancel
 from areal.fleet.fleet import Fleet
@@ -103,11 +103,14 @@ class AdapterPool:
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def used(self, folder: Path) -> AsyncIterator[str]:
-        """The name of the adapter in `folder`, which stays on the servers while the block runs.
+    async def used(self, folder: Path | None) -> AsyncIterator[str]:
+        """The name of the adapter in `folder`, which stays on the servers while the block runs; empty for None.
 
         Waits for room while all adapters are in use.
         """
+        if folder is None:
+            yield ""
+            return
         name = _adapter_name(folder)
         async with self._changed:
             while name not in self._loaded:
@@ -163,43 +166,125 @@ class AdapterPool:
                 self._changed.notify_all()
 
 
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """Samples that need the same weights."""
+
+    folder: Path
+    is_loaded: "asyncio.Future[None]"
+    num_users: int = 0
+
+
+class WholeWeights:
+    """Whole checkpoints that take turns on the inference servers: one turn after another, in the order of their first
+    requests. A request joins a turn of its weights that has not begun, or the running one while no other waits."""
+
+    def __init__(self, fleet: Fleet, base: Path) -> None:
+        """`base`: the checkpoint that the servers start with."""
+        self._fleet, self._base = fleet, base
+        self._loaded: Path | None = None
+        """What the servers have; None = what an earlier gateway gave them, or a part of them."""
+        self._turns: deque[_Turn] = deque()
+        self._load: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def used(self, folder: Path | None) -> AsyncIterator[str]:
+        """All servers have the checkpoint in `folder`, or the base model, while the block runs. There is no adapter.
+
+        Waits for the turns before. ArealError when no server could load it.
+        """
+        turn = self._join(folder or self._base)
+        try:
+            await asyncio.shield(turn.is_loaded)
+            yield ""
+        finally:
+            turn.num_users -= 1
+            if not turn.num_users:
+                is_running = turn is self._turns[0]
+                self._turns.remove(turn)
+                if is_running and self._turns:
+                    self._begin()
+
+    def _join(self, folder: Path) -> _Turn:
+        for turn in self._turns:
+            if turn.folder == folder and (turn is not self._turns[0] or len(self._turns) == 1):
+                break
+        else:
+            turn = _Turn(folder, asyncio.get_running_loop().create_future())
+            turn.is_loaded.add_done_callback(_noted)
+            self._turns.append(turn)
+            if len(self._turns) == 1:
+                self._begin()
+        turn.num_users += 1
+        return turn
+
+    def _begin(self) -> None:
+        """Let the first turn run. The load of a turn that everyone has left goes on; the next one waits for its end."""
+        self._load = asyncio.create_task(self._run(self._turns[0], self._load), name="load weights")
+
+    async def _run(self, turn: _Turn, before: "asyncio.Task[None] | None") -> None:
+        if before is not None:
+            await before
+        try:
+            if self._loaded != turn.folder:
+                self._loaded = None
+                update = WeightUpdate(version=self._fleet.version + 1, kind="disk", path=str(turn.folder))
+                await self._fleet.update_weights(update)
+                self._loaded = turn.folder
+        except ArealError as error:
+            turn.is_loaded.set_exception(error)
+        else:
+            turn.is_loaded.set_result(None)
+
+    def __contains__(self, folder: Path) -> bool:
+        """Whether servers may read the checkpoint in `folder`: also one that starts again loads it."""
+        return folder == self._loaded or any(turn.folder == folder for turn in self._turns)
+
+    async def close(self) -> None:
+        """Cancel the load, and wait for its end."""
+        if self._load is not None:
+            self._load.cancel()
+            await asyncio.gather(self._load, return_exceptions=True)
+
+
 class Sampling:
     """The samples of all clients, from their requests until their results are not needed any more.
 
     A client waits for one result (`wait`), or for the next results of a sampling session (`completions`).
     """
 
-    def __init__(self, fleet: Fleet, *, max_adapters: int, context_length: int) -> None:
+    def __init__(self, fleet: Fleet, weights: AdapterPool | WholeWeights, *, context_length: int) -> None:
+        """`weights`: what brings trained weights to the servers. This closes it."""
         self._fleet, self._context_length = fleet, context_length
-        self._adapters = AdapterPool(fleet, max_adapters)
+        self._weights = weights
         self.has_started = asyncio.Event()
         """The owner sets it when the fleet has started. Requests wait for it."""
         self._tasks: dict[str, asyncio.Task[bytes]] = {}  # Samples by their ids.
-        self._named: Counter[Path] = Counter()  # Folders of adapters -> the samples without a result that use them.
+        self._named: Counter[Path] = Counter()  # Folders of weights -> the samples without a result that use them.
         self._queues: dict[str, CompletionQueue] = {}  # By the sampling session with its clone.
 
-    def start(self, request_id: str, body: SampleBody, adapter: Path | None) -> None:
-        """Begin a sample. `adapter`: its folder; None = the base model. A wrong request fails as its result."""
+    def start(self, request_id: str, body: SampleBody, folder: Path | None) -> None:
+        """Begin a sample. `folder`: of the weights; None = the base model. A wrong request fails as its result."""
         try:
             requests = make_requests(body, request_id, context_length=self._context_length)
         except RequestError as error:
             work = _failed(error)
         else:
-            work = self._sample(requests, adapter, body.topk_sample_logprobs, with_logprobs=bool(body.prompt_logprobs))
+            work = self._sample(requests, folder, body.topk_sample_logprobs, with_logprobs=bool(body.prompt_logprobs))
         task = self._tasks[request_id] = asyncio.create_task(work, name=request_id)
         task.add_done_callback(self._ended)
-        if adapter is not None:
-            self._named[adapter] += 1
-            task.add_done_callback(partial(self._release, adapter))
+        if folder is not None:
+            self._named[folder] += 1
+            task.add_done_callback(partial(self._release, folder))
 
-    def uses(self, adapter: Path) -> bool:
-        """Whether the adapter in a folder is on the servers, or a sample without a result needs it."""
-        return adapter in self._named or adapter in self._adapters
+    def uses(self, folder: Path) -> bool:
+        """Whether the weights in a folder are on the servers, or a sample without a result needs them."""
+        return folder in self._named or folder in self._weights
 
-    def _release(self, adapter: Path, _task: asyncio.Task[bytes]) -> None:
-        self._named[adapter] -= 1
-        if not self._named[adapter]:
-            del self._named[adapter]
+    def _release(self, folder: Path, _task: asyncio.Task[bytes]) -> None:
+        self._named[folder] -= 1
+        if not self._named[folder]:
+            del self._named[folder]
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._tasks
@@ -276,15 +361,15 @@ class Sampling:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._adapters.close()
+        await self._weights.close()
 
     async def _sample(
-        self, requests: list[GenerationRequest], adapter: Path | None, top_k: int, *, with_logprobs: bool
+        self, requests: list[GenerationRequest], folder: Path | None, top_k: int, *, with_logprobs: bool
     ) -> bytes:
         """A SampleResponse. `top_k`: likeliest tokens that are wanted at each place of an answer."""
         if not self.has_started.is_set():
             await self.has_started.wait()
-        async with self._adapters.used(adapter) if adapter is not None else contextlib.nullcontext("") as name:
+        async with self._weights.used(folder) as name:
             if name:
                 requests = [replace(request, adapter=name) for request in requests]
             answers = await self._generated(requests)
@@ -301,6 +386,12 @@ class Sampling:
 
 def _adapter_name(folder: Path) -> str:
     return f"{folder.parent.parent.name[:40]}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+
+
+def _noted(future: "asyncio.Future[None]") -> None:
+    """Its error is that of every request; without any it is no reason for a traceback in the log."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _set(future: "asyncio.Future[None]", *_: object) -> None:

@@ -35,10 +35,15 @@ class ServedModel:
     max_rank: int
     max_resident: int
     """Adapters in the memory of the trainer; the others are on disk."""
+    is_full: bool = False
+    """All weights of the model are trained, without adapters. One model is resident."""
 
 
 STATE, ADAPTER = "state", "adapter"
-"""The parts of saved weights: what training continues from, and what servers load, in the format of peft."""
+"""The parts of saved weights: what training continues from, and what servers load: an adapter in the format of peft, or
+a whole checkpoint."""
+BASE = "base"
+"""The state of the whole model before any training."""
 
 
 def model_folder_name(model: str) -> str:

@@ -1,4 +1,4 @@
-"""Adapters that take turns in one train engine: each has its weights, gradients and optimiser state."""
+"""What tenants train in one engine: adapters that take turns, or the whole model."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from areal.api.errors import ArealError
+from areal.api.errors import ArealError, RequestError
 from areal.api.metrics import Metrics
 from areal.engine.adapter_format import PeftAdapter
 from areal.engine.fsdp import FSDPEngine
@@ -47,7 +47,84 @@ class _Slot:
     num_steps: int = 0
 
 
-class AdapterSlots:
+class _Slots:
+    """The operations on what is in the engine."""
+
+    def __init__(self, engine: FSDPEngine) -> None:
+        self._engine = engine
+        self._active = ""
+
+    @property
+    def engine(self) -> FSDPEngine:
+        return self._engine
+
+    def forget_moments(self) -> None:
+        """The optimiser of the active tenant begins again."""
+        self._engine.optimizer.clear_state()
+        self._engine.optimizer.num_steps = 0
+
+    def clear_gradients(self) -> None:
+        """Of the active tenant."""
+        self._engine.discard_gradients()
+
+    def save(self, folder: Path, *, with_gradients: bool = False) -> None:
+        """Write the weights of the active tenant with the optimiser state."""
+        self._engine.save(folder, with_optimizer=True, with_gradients=with_gradients)
+
+
+class WholeModel(_Slots):
+    """All weights of the model, of one tenant at a time: the schedule drops it before another one enters."""
+
+    def __init__(self, engine: FSDPEngine, base: Path) -> None:
+        """`base`: the folder for the state before training, which is written here; a collective."""
+        super().__init__(engine)
+        self._base = base
+        engine.save(base, with_optimizer=True)
+
+    def __contains__(self, name: str) -> bool:
+        return name == self._active
+
+    def create(self, name: str, settings: AdapterSettings) -> None:
+        """The weights before any training."""
+        self.restore(name, settings, self._base)
+
+    def restore(self, name: str, settings: AdapterSettings, folder: Path) -> None:
+        """The state that `save` wrote. RequestError for `settings` of weights that are not trained."""
+        if not (settings.train_attn and settings.train_mlp and settings.train_unembed):
+            text = "train_attn, train_mlp and train_unembed must be true: this service trains all weights (--full)"
+            raise RequestError(text, code="request.invalid_field")
+        self.clear()
+        self._engine.load(folder)
+        self._active = name
+
+    def activate(self, name: str) -> None:
+        """It is in the engine."""
+
+    def step(self, settings: StepSettings) -> Metrics:
+        """An optimiser step, whose error drops the state: some weights may have changed."""
+        try:
+            return self._engine.optimizer_step(settings)
+        except ArealError:
+            self.clear()
+            raise
+
+    def export(self, folder: Path) -> None:
+        """Write a checkpoint that transformers loads."""
+        self._engine.save(folder, with_optimizer=False)
+
+    def drop(self, name: str) -> None:
+        """Forget the state of a tenant."""
+        if name == self._active:
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget the state of any tenant."""
+        self._active = ""
+        self.forget_moments()
+        self.clear_gradients()
+
+
+class AdapterSlots(_Slots):
     """The adapters of all tenants, by name. Every trainer rank makes the same calls.
 
     An adapter of a rank below that of the engine has rows and columns of zeros, whose gradients are 0.
@@ -55,14 +132,10 @@ class AdapterSlots:
 
     def __init__(self, engine: FSDPEngine, adapter: PeftAdapter) -> None:
         """`engine`: with `adapter`, which was not trained yet."""
-        self._engine, self._adapter = engine, adapter
+        super().__init__(engine)
+        self._adapter = adapter
         self._trained = adapter.adapters.trained()
         self._slots: dict[str, _Slot] = {}
-        self._active = ""
-
-    @property
-    def engine(self) -> FSDPEngine:
-        return self._engine
 
     def __contains__(self, name: str) -> bool:
         return name in self._slots
@@ -128,15 +201,6 @@ class AdapterSlots:
         self._set_aside()
         self._slots.clear()
 
-    def forget_moments(self) -> None:
-        """The optimiser of the active adapter begins again."""
-        self._engine.optimizer.clear_state()
-        self._engine.optimizer.num_steps = 0
-
-    def clear_gradients(self) -> None:
-        """Of the active adapter."""
-        self._engine.discard_gradients()
-
     def step(self, settings: StepSettings) -> Metrics:
         """An optimiser step of the active adapter, which an error drops: some weights may have changed."""
         chosen = self._slots[self._active].settings
@@ -149,10 +213,6 @@ class AdapterSlots:
             self.drop(self._active)
             raise
 
-    def save(self, folder: Path, *, with_gradients: bool = False) -> None:
-        """Write the active adapter with its optimiser state."""
-        self._engine.save(folder, with_optimizer=True, with_gradients=with_gradients)
-
     def export(self, folder: Path) -> None:
         """Write the active adapter in the format of peft."""
         self._engine.save_adapter(folder)
@@ -164,3 +224,7 @@ class AdapterSlots:
             self.clear_gradients()
             self._active = ""
         self._slots.pop(name, None)
+
+
+Slots = AdapterSlots | WholeModel
+"""What the tenants of a service train."""

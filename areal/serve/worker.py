@@ -20,8 +20,8 @@ from areal.engine.fsdp import FSDPEngine, build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.engine.optimizer import StepSettings
 from areal.serve.losses import ComputedLoss, checked_loss
-from areal.serve.service import ADAPTER, STATE, ServedModel, failure, snapshot_folder, weights_folder
-from areal.serve.slots import AdapterSettings, AdapterSlots
+from areal.serve.service import ADAPTER, BASE, STATE, ServedModel, failure, snapshot_folder, weights_folder
+from areal.serve.slots import AdapterSettings, AdapterSlots, Slots, WholeModel
 from areal.serve.tenants import TRAINING
 from areal.serve.wire import LossRequest, decode_loss_request, encode_loss_output
 from areal.system.discovery import NameRegistry, registry_of
@@ -45,9 +45,10 @@ class ReceivedCommand:
 
 
 class Executor:
-    """Executes commands on the adapters of one engine. Every rank makes the same calls."""
+    """Executes commands on what the tenants train in one engine. Every rank makes the same calls."""
 
-    def __init__(self, slots: AdapterSlots, folder: Path, *, max_rank: int, context_length: int) -> None:
+    def __init__(self, slots: Slots, folder: Path, *, max_rank: int | None, context_length: int) -> None:
+        """`max_rank`: of adapters; None = the ranks that clients ask for mean nothing."""
         self._slots, self._folder = slots, folder
         self._max_rank, self._context_length = max_rank, context_length
 
@@ -110,7 +111,7 @@ class Executor:
 
     def _settings(self, values: Mapping[str, Any]) -> AdapterSettings:
         settings = AdapterSettings(**values)
-        if not 1 <= settings.rank <= self._max_rank:
+        if self._max_rank is not None and not 1 <= settings.rank <= self._max_rank:
             text = f"rank {settings.rank} is not between 1 and {self._max_rank} (areal serve --max-rank)"
             raise RequestError(text, code="request.invalid_field")
         return settings
@@ -139,7 +140,7 @@ class LossResult:
     """Of the target tokens of each datum, float32."""
 
 
-def computed_loss(slots: AdapterSlots, request: LossRequest) -> LossResult:
+def computed_loss(slots: Slots, request: LossRequest) -> LossResult:
     """The loss of a request on the active adapter, whose gradients it adds; a collective.
 
     An error of a request for gradients leaves the adapter without any.
@@ -235,10 +236,9 @@ def run_worker(config: PPOConfig, context: ProcessContext, folder: Path, served:
     registry = registry_of(config)
     with training_rank(config, context) as rank:
         engine = build_engine(config, rank.mesh)
-        adapter = engine.lora
-        assert adapter is not None
-        limits = {"max_rank": served.max_rank, "context_length": served.context_length}
-        executor = Executor(AdapterSlots(engine, adapter), folder, **limits)
+        slots = WholeModel(engine, folder / BASE) if engine.lora is None else AdapterSlots(engine, engine.lora)
+        max_rank = None if served.is_full else served.max_rank
+        executor = Executor(slots, folder, max_rank=max_rank, context_length=served.context_length)
         client = GatewayClient(
             lambda: _address(registry, config.rollout.setup_timeout),
             required_token("a trainer"),
@@ -266,6 +266,6 @@ def _address(registry: NameRegistry, limit_s: float) -> str:
 
 
 def build_engine(config: PPOConfig, mesh: TrainerMesh) -> FSDPEngine:
-    """The engine of the base model with adapters of the largest rank; a collective."""
+    """The engine of the base model, with adapters of the largest rank if it has some; a collective."""
     outputs = OutputSpec(candidates=1)
     return build_fsdp_engine(config.actor, role="actor", total_steps=1, mesh=mesh, seed=config.seed, outputs=outputs)

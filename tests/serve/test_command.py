@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal.serve.command import serving_config
+from areal.serve.command import LoraLimits, serving_config
 from tests.expect import raises_code
 from tests.serve.adapters import write_model
 
@@ -20,4 +20,4 @@ from tests.serve.adapters import write_model
 )
 def test_what_the_service_cannot_run_on_is_refused(tmp_path, word, text):
     with raises_code("config.conflict", text):
-        serving_config([], [word], model=str(write_model(tmp_path / "tiny")), max_rank=8, adapters=2)
+        serving_config([], [word], model=str(write_model(tmp_path / "tiny")), lora=LoraLimits(8, 2))

@@ -16,7 +16,7 @@ from areal.serve import gateway as gateway_module
 from areal.serve import sampling as sampling_module
 from areal.serve import wire
 from areal.serve.gateway import SAMPLES_AHEAD, Gateway, Keys, TrainerRoutes, make_app, parsed
-from areal.serve.sampling import SampleBody, Sampling
+from areal.serve.sampling import AdapterPool, SampleBody, Sampling
 from areal.serve.service import ServedModel, Service, failure
 from areal.serve.tenants import MAX_AHEAD
 from areal.serve.wire import PROTOBUF, LossRequest, RequestAddress, decode_sample, encode_loss_request
@@ -111,7 +111,7 @@ async def opened(folder, *, hold_s=5.0):
     served = ServedModel(name="tiny", tokenizer="t", context_length=64, max_rank=MAX_RANK, max_resident=4)
     service = Service(folder, served, world_size=1)
     fleet = FakeFleet()
-    sampling = Sampling(fleet, max_adapters=2, context_length=64)
+    sampling = Sampling(fleet, AdapterPool(fleet, 2), context_length=64)
     sampling.has_started.set()
     keys = Keys(KEYS)
     gateway = Gateway(service, sampling, keys, hold_s=hold_s)
@@ -505,7 +505,7 @@ async def test_inflight_weights_stay_while_a_sample_waits_for_them(tmp_path, slo
         await save(5)  # a server that starts again loads what the others have
         assert sorted(one.name for one in saves.iterdir()) == ["00000001", "00000004", "00000005"]
         assert len(fleet.loaded) == 1
-        api.gateway._sampling._adapters._loaded.clear()  # it has left the servers
+        api.gateway._sampling._weights._loaded.clear()  # it has left the servers
         await save(6)
         assert sorted(one.name for one in saves.iterdir()) == ["00000005", "00000006"]
 
@@ -547,7 +547,7 @@ async def test_unused_adapters_leave_the_servers(tmp_path, slots):
 
 async def test_a_sample_waits_for_the_start_of_the_fleet():
     fleet = FakeFleet()
-    sampling = Sampling(fleet, max_adapters=2, context_length=64)
+    sampling = Sampling(fleet, AdapterPool(fleet, 2), context_length=64)
     body = parsed(SampleBody, b'{"sampling_session_id": "s", "seq_id": 1, "prompt": {"chunks": [{"tokens": [7]}]}}')
     sampling.start("s:1", body, None)
     assert await sampling.wait("s:1", 0.0) is None
@@ -559,7 +559,7 @@ async def test_a_sample_waits_for_the_start_of_the_fleet():
 async def test_a_sample_that_is_cancelled_or_forgotten_leaves_nothing():
     fleet = FakeFleet()
     fleet.may_answer.clear()
-    sampling = Sampling(fleet, max_adapters=1, context_length=64)
+    sampling = Sampling(fleet, AdapterPool(fleet, 1), context_length=64)
     body = parsed(SampleBody, b'{"sampling_session_id": "s", "seq_id": 1, "prompt": {"chunks": [{"tokens": [7]}]}}')
     sampling.has_started.set()
     for number in range(3):
@@ -577,7 +577,7 @@ async def test_a_sample_that_is_cancelled_or_forgotten_leaves_nothing():
 
 async def test_a_result_that_nobody_asks_for_is_dropped_after_a_time(monkeypatch):
     monkeypatch.setattr(sampling_module, "KEEP_S", 0.0)
-    sampling = Sampling(FakeFleet(), max_adapters=1, context_length=64)
+    sampling = Sampling(FakeFleet(), AdapterPool(FakeFleet(), 1), context_length=64)
     body = parsed(SampleBody, b'{"sampling_session_id": "s", "seq_id": 1, "prompt": {"chunks": [{"tokens": [7]}]}}')
     sampling.has_started.set()
     for number in range(3):
@@ -590,7 +590,7 @@ async def test_a_result_that_nobody_asks_for_is_dropped_after_a_time(monkeypatch
 async def test_a_sample_that_is_sent_again_outlives_the_time_of_the_first(monkeypatch):
     monkeypatch.setattr(sampling_module, "KEEP_S", 3600.0)
     fleet, name = FakeFleet(), "s:sample:0:1"
-    sampling = Sampling(fleet, max_adapters=1, context_length=64)
+    sampling = Sampling(fleet, AdapterPool(fleet, 1), context_length=64)
     body = parsed(SampleBody, b'{"sampling_session_id": "s", "seq_id": 1, "prompt": {"chunks": [{"tokens": [7]}]}}')
     sampling.has_started.set()
     sampling.start(name, body, None)

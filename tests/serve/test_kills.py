@@ -98,12 +98,12 @@ def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def compared(tmp_path, model, steps, kill_at):
+def compared(tmp_path, model, steps, kill_at, *words):
     for name in ("calm", "killed"):
         (tmp_path / name).mkdir()
-    with served(tmp_path / "calm", model) as (client, _):
+    with served(tmp_path / "calm", model, *words) as (client, _):
         calm = train(client, steps)
-    with served(tmp_path / "killed", model) as (client, run):
+    with served(tmp_path / "killed", model, *words) as (client, run):
         killer = Killer(run, kill_at)
         killed = train(client, steps, kill=killer)
     assert killed == calm
@@ -112,6 +112,11 @@ def compared(tmp_path, model, steps, kill_at):
 
 def test_kills_change_no_number(tmp_path, model):
     assert compared(tmp_path, model, 5, {1, 2, 3}) == ["trainer-0", "controller", "server-0"]
+
+
+@pytest.mark.slow
+def test_kills_change_no_number_of_a_whole_model(tmp_path, model):
+    assert compared(tmp_path, model, 5, {1, 2, 3, 4}, "--full") == ["trainer-0", "controller", "server-0", "trainer-0"]
 
 
 @pytest.mark.slow

@@ -4,14 +4,23 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.tinker.conftest import ROOT, serving
 
 
-def test_the_sampled_reward_reaches_its_goal(recipe_folder, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "rates"),
+    [
+        (["--max-rank", "64"], []),
+        pytest.param(["--full"], ["--sft-lr", "3e-3", "--lr", "3e-4"], marks=pytest.mark.slow),
+    ],
+)
+def test_the_sampled_reward_reaches_its_goal(recipe_folder, tmp_path, words, rates):
     data = tmp_path / "data"
     subprocess.run([sys.executable, "examples/quickstart/prepare.py", str(data)], cwd=ROOT, check=True)
-    with serving(tmp_path / "run", data / "model", "digits", "--max-rank", "64", clients=tmp_path) as served:
-        found = served.python(str(ROOT / "examples/tinker/grpo.py"), str(data), limit_s=290)
+    with serving(tmp_path / "run", data / "model", "digits", *words, clients=tmp_path) as served:
+        found = served.python(str(ROOT / "examples/tinker/grpo.py"), str(data), *rates, limit_s=290)
         assert found.returncode == 0, found.stderr[-3000:]
         facts = json.loads(found.stdout.splitlines()[-1])
         counts = served.audit()
