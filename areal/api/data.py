@@ -384,4 +384,4 @@ class ProbeScore:
     logprobs: list[float]
     """Log-probabilities in nats, at temperature 1, one for each id."""
     dtype: str
-    """Type in which the trainer computes, for example bfloat16."""
+    """Type in which the trainer computes, for example bfloat16; float8 for linear layers in FP8."""

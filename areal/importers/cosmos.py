@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal.api.allocation import ParallelDims
+from areal.api.config.train import NO_RECIPES
 from areal.importers.draft import TENSORBOARD, Draft, Trainer, halves, minibatches, set_devices
 
 # Optimiser and learning-rate schedule of cosmos-rl. `role`: the section of the model, actor or model.
@@ -214,8 +215,12 @@ def _precision(draft: Draft, role: str) -> None:
     for kind in ("fp8", "fp4"):
         if not draft.get(f"train.{kind}.enable_{kind}", False):
             draft.drop("it is switched off", f"train.{kind}.*")
-    keys = ("train.fp8.*", "train.fp4.*")
-    draft.lack("low precision does not exist here", *keys, off=(False, "none"))
+    recipe, scaling = draft.get("train.fp8.quant_recipe", "rowwise"), "train.fp8.fp8_recipe"
+    if draft.get("train.fp8.enable_fp8", False) and draft.get(scaling, "dynamic_scaling") == "dynamic_scaling":
+        keys = (f"train.fp8.{name}" for name in ("enable_fp8", "fp8_recipe", "quant_recipe"))
+        draft.set(f"{role}.fp8.recipe", recipe, "cosmos-rl: train.fp8", *keys)
+    draft.lack(NO_RECIPES["delayed"], "train.fp8.*")
+    draft.lack(NO_RECIPES["nvfp4"], "train.fp4.*")
 
 
 def _resume(draft: Draft) -> None:

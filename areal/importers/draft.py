@@ -205,9 +205,9 @@ _OPTIONS = {
     for name in (
         "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
         "distribute_saved_activations", "moe_token_dispatcher_type", "moe_router_dtype", "moe_permute_fusion",
-        "moe_shared_expert_overlap",
+        "moe_shared_expert_overlap", "fp8", "fp8_recipe",
     )
-}  # fmt: skip
+} | {"fp8_param": "ddp.fp8_param_gather"}  # fmt: skip
 """Name in Megatron-Core -> option below actor.megatron, if both mean the same without stages."""
 
 
@@ -227,6 +227,8 @@ def megatron_trainer(draft: Draft, prefix: str, *more: str) -> Trainer:
     context = draft.whole(f"{prefix}context_parallel_size", 1)
     expert_tensor = draft.whole(f"{prefix}expert_tensor_parallel_size", 1)
     for place in (prefix, *more):
+        if draft.get(f"{place}fp8") is False:
+            draft.drop("it is switched off", f"{place}fp8*")
         for name, option in _OPTIONS.items():
             draft.keep(f"{place}{name}", f"actor.megatron.{option}")
     if pipeline > 1:

@@ -53,11 +53,17 @@ _LACKED = {
     "there are no kernels of the hub": ("MODEL.use_kernels",),
     "every rank computes all images": ("MODEL.fsdp.shard_vision_across_sp",),
     "a recovery checkpoint has everything": ("recover.no_save_optim", "recover.no_load_optim"),
-    "there is no FP8": ("MODEL.megatron.fp8_config*",),
+    "of the FP8 of Megatron-Core there are megatron.fp8, fp8_recipe and ddp.fp8_param_gather": (
+        "MODEL.megatron.fp8_config*",
+    ),
     "megatron.moe_token_dispatcher_type=flex uses DeepEP": ("MODEL.megatron.moe_enable_deepep",),
     "servers outside a run are rollout.server_addrs": ("rollout.api_url", "rollout.provider_api_key"),
     "give train_dataset.map_fn": ("*_dataset.dataset_kwargs*",),
 }
+_FP8_DEFAULTS = {
+    "amax_history_len": 1, "amax_compute_algo": "most_recent", "wgrad": True, "num_layers_at_start_in_bf16": 1,
+    "num_layers_at_end_in_bf16": 1, "direct_convert": True,
+}  # fmt: skip
 _OFF = (None, False, 0, -1, "", [], {})
 _POLICIES = ("round_robin", "least_loaded", "prefix_affinity")
 _MODES = {"on": "auto", "off": "disabled", True: "auto", False: "disabled"}
@@ -93,6 +99,7 @@ def take_new_keys(draft: Draft) -> None:
         if draft.values.get(key):
             draft.set(f"{role}.fsdp.offload_optimizer", True, f"AReaL: {key}", key)
         draft.drop("it is switched off", key)
+        _fp8(draft, role)
         key = f"{role}.enable_tree_training"
         if key in draft.values:
             kind = "tree" if draft.values[key] else "auto"
@@ -111,6 +118,19 @@ def take_new_keys(draft: Draft) -> None:
 
 def _of_models(patterns: tuple[str, ...]) -> list[str]:
     return [one.replace("MODEL", role) for one in patterns for role in (_MODELS if "MODEL" in one else ("",))]
+
+
+def _fp8(draft: Draft, role: str) -> None:
+    """FP8 of Megatron-Core, a section with defaults of its own, and of Archon."""
+    section, option = f"{role}.megatron.fp8_config", f"{role}.megatron"
+    if any(key.startswith(f"{section}.") for key in draft.values):
+        for name, own in (("mode", "fp8"), ("recipe", "fp8_recipe"), ("param", "ddp.fp8_param_gather")):
+            draft.keep(f"{section}.{name}", f"{option}.{own}")
+        draft.defaults({f"{option}.fp8": "e4m3"})
+        same = [f"{section}.{name}" for name, value in _FP8_DEFAULTS.items() if draft.get(f"{section}.{name}") == value]
+        draft.drop("as here, or without effect alone", *same)
+    if draft.get(f"{role}.archon.fp8_config.mode", "disabled") != "disabled":
+        draft.lack(f"scales are of rows or tensors, not of blocks: {role}.fp8", f"{role}.archon.fp8_config.*", off=())
 
 
 def _agent(draft: Draft) -> None:

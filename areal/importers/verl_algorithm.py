@@ -180,6 +180,7 @@ def _kind(draft: Draft, role: str, prefix: str, is_megatron: bool) -> None:
         draft.set(f"{role}.megatron.offload_optimizer", True, "verl: optimizer_cpu_offload", f"{prefix}{_OFFLOAD}")
         of_offload = (f"{prefix}override_optimizer_config.{name}" for name in sorted(_OF_MEGATRON))
         draft.drop("all of the optimiser state is offloaded", *of_offload)
+    draft.drop("as megatron.fp8_recipe", f"{prefix}override_optimizer_config.fp8_recipe")
     draft.lack("choose options of optimizer", f"{prefix}override_optimizer_config*")
     draft.drop("a recovery checkpoint has the schedule", f"{prefix}use_checkpoint_opt_param_scheduler")
     draft.drop("steps count from the first, as here", f"{prefix}zero_indexed_step")

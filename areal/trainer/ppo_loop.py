@@ -578,7 +578,9 @@ def compared_channel(
     channel = build_weight_channel(config, actor, ranks, client, context)
     if config.rollout.canary == "off":
         return channel
-    return ComparedChannel(channel, actor, ranks, client, dtype=config.actor.dtype)
+    is_megatron = config.train_backend == "megatron"
+    low = config.actor.megatron.fp8 if is_megatron else config.actor.fp8
+    return ComparedChannel(channel, actor, ranks, client, dtype=config.actor.dtype if low is None else "float8")
 
 
 def build_weight_channel(

@@ -236,6 +236,17 @@ async def test_replicas_are_compared_with_the_trainer(kit: FleetKit, num_servers
     assert await fleet.compare(replace(score(fleet, 2), version=1)) is None
 
 
+@pytest.mark.parametrize(("dtype", "first", "learned"), [("bfloat16", 5e-1, 5e-2), ("float8", 2.0, 5e-1)])
+async def test_a_trainer_of_few_bits_may_differ_more(kit: FleetKit, dtype: str, first: float, learned: float) -> None:
+    fleet = await fleet_of(kit, ())
+    await fleet.update_weights(kit.disk(1))
+    for version, tolerance in ((1, first), (2, learned)):
+        report = await fleet.compare(score(fleet, version, shift=1e-3, dtype=dtype))
+        assert report is not None
+        assert (report.tolerance, report.differing) == (tolerance, [])
+        await fleet.update_weights(kit.disk(version + 1))
+
+
 async def test_replicas_that_are_all_wrong_are_updated_again_and_then_rejected(kit: FleetKit) -> None:
     fleet = await fleet_of(kit, (SWAPPED, SWAPPED, SWAPPED), (SWAPPED, SWAPPED, SWAPPED))
     report = await fleet.update_weights(kit.disk(1))

@@ -213,8 +213,9 @@ def test_what_has_no_counterpart_is_missing_and_in_the_file(files, imported, tmp
     missing = {key for key, fate in found.fates.items() if fate == "missing"}
     assert found.of_keys("text")["policy.lora.r"] == "actor.lora.rank"
     assert found.of_keys("text")["policy.lora.lora_alpha"] == "actor.lora.alpha"
-    assert {"policy.parallelism.pp_size", "train.fp8.enable_fp8"} <= missing
+    assert "policy.parallelism.pp_size" in missing
     assert found.of_keys("text")["rollout.quantization"] == "vllm.quantization"
+    assert found.values["actor.fp8.recipe"] == "rowwise"  # cosmos-rl's default
     text = output.read_text()
     assert all(f"# missing: {key}=" in text for key in missing)
     for line in text.splitlines():
@@ -280,6 +281,42 @@ CASES = {
         "cosmos",
         "[train]\ntimestamp = 2025-01-01\nepoch = 2\n[train.train_policy]\nreward_function = [['boxed_math']]\n",
         {}, name="f.toml", is_missing=("train.train_policy.reward_function",)),
+    "FP8 of Cosmos": Case(
+        "cosmos",
+        "[train.fp8]\nenable_fp8 = true\nquant_recipe = 'tensorwise'\n[train.fp4]\nenable_fp4 = false\n"
+        "quant_recipe = 'rowwise'\n[train.train_policy]\ntype = 'grpo'\n",
+        {"actor.fp8.recipe": "tensorwise"}, name="f.toml", is_missing=()),
+    "delayed scaling and FP4 of Cosmos": Case(
+        "cosmos",
+        "[train.fp8]\nenable_fp8 = true\nfp8_recipe = 'delayed_scaling'\n[train.fp4]\nenable_fp4 = true\n"
+        "[train.train_policy]\ntype = 'grpo'\n[rollout]\nn_generation = 4\n",
+        {"actor.fp8.recipe": None}, name="f.toml",
+        is_missing=("train.fp8.enable_fp8", "train.fp8.fp8_recipe", "train.fp4.enable_fp4")),
+    "FP8 of verl": Case(
+        "verl",
+        "actor_rollout_ref: {model: {path: m}, actor: {strategy: megatron, optim: {override_optimizer_config:\n"
+        "  {fp8_recipe: blockwise}}, megatron: {override_transformer_config: {fp8: hybrid, fp8_recipe: blockwise,\n"
+        "  fp8_param: true}}}}\n",
+        {"actor.megatron.fp8": "hybrid", "actor.megatron.fp8_recipe": "blockwise",
+         "actor.megatron.ddp.fp8_param_gather": True}, is_missing=()),
+    "FP8 of verl that is off": Case(
+        "verl",
+        "actor_rollout_ref: {model: {path: m}, actor: {strategy: megatron, megatron: {override_transformer_config:\n"
+        "  {fp8: false, fp8_recipe: blockwise}}}}\n",
+        {"actor.megatron.fp8": None, "actor.megatron.fp8_recipe": None}, is_missing=()),
+    "FP8 of ROLL": Case(
+        "roll",
+        "pretrain: m\nactor_train: {strategy_args: {strategy_name: megatron_train, strategy_config: {fp8: e4m3,\n"
+        "  fp8_recipe: mxfp8}}}\n",
+        {"actor.megatron.fp8": "e4m3", "actor.megatron.fp8_recipe": "mxfp8"}, is_missing=()),
+    "FP8 of AReaL, of which some options are missing": Case(
+        "areal",
+        "actor: {path: m, megatron: {fp8_config: {recipe: tensorwise, param: true, amax_history_len: 1, margin: 0,\n"
+        "  dot_product_attention: true}}, archon: {fp8_config: {mode: blockwise}}}\n"
+        "critic: {path: m, archon: {fp8_config: {mode: disabled}}}\n",
+        {"actor.megatron.fp8": "e4m3", "actor.megatron.fp8_recipe": "tensorwise",
+         "actor.megatron.ddp.fp8_param_gather": True},
+        is_missing=("actor.megatron.fp8_config.dot_product_attention", "actor.archon.fp8_config.mode", "reward_fn")),
     "numbers and dates are read as the other system reads them": Case(
         "verl",
         "trainer: {experiment_name: 2026-01-31}\nactor_rollout_ref: {actor: {optim: {lr: 1e-6}}}\n",

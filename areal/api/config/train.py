@@ -318,7 +318,7 @@ class FSDPEngineConfig:
     """Ranks that share one copy of the weights (HSDP), a divisor of data x context ranks; null = all."""
 
 
-_NO_RECIPES = {
+NO_RECIPES = {
     "delayed": "torchao 0.18 has dynamic scaling only: use tensorwise or rowwise",
     **dict.fromkeys(
         ("nvfp4", "mxfp4"),
@@ -326,6 +326,7 @@ _NO_RECIPES = {
         "which 0.18 does not: use rowwise",
     ),
 }
+"""Recipes that torchao does not train with -> why, and what to use."""
 _RECIPES = ("rowwise", "rowwise_with_gw_hp", "tensorwise")
 
 
@@ -341,7 +342,7 @@ class Float8Config:
     def problems(self) -> Problems:
         if self.recipe not in _RECIPES:
             default = f"is not one of {', '.join(_RECIPES)}"
-            yield Problem("recipe", f"{self.recipe}: {_NO_RECIPES.get(self.recipe, default)}", "config.not_a_choice")
+            yield Problem("recipe", f"{self.recipe}: {NO_RECIPES.get(self.recipe, default)}", "config.not_a_choice")
 
 
 def _trained_by(backend: str) -> Condition:
