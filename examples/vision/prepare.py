@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import squares
+from tiny_vision import tiny_vision_model, write_image_processor
 
-from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
+from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer
 
 NUM_SFT_ROWS = 40 * 128
 NUM_RL_ROWS = 4096

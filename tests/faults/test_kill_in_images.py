@@ -13,10 +13,11 @@ from PIL import Image
 
 from areal.api.table import images_of
 from areal.data.image_files import ImageFiles
-from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
+from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer
 from areal.ledger.audit import audit
 from areal.ledger.event_files import LedgerReader, PayloadReader
 from areal.ledger.payload import read_table
+from examples.vision.tiny_vision import tiny_vision_model, write_image_processor
 from tests.faults.driver import ROOT, Run
 from tests.faults.kill_in_images.sitecustomize import STAGES
 from tests.faults.ledger_proof import check_episodes, check_steps, check_versions, check_weights, raw_events

@@ -20,7 +20,7 @@ from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.images import ImageRef
 from areal.data.image_files import ImageFiles, encode_image
 from areal.data.prompt_stream import PromptStream
-from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer, tiny_vision_model, write_image_processor
+from areal.data.tiny_model import IMAGE_TOKENS, character_tokenizer
 from areal.engine.mesh import TrainerMesh
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import encode_episode, payload_head
@@ -39,6 +39,7 @@ from areal.trainer.progress import Progress, TrainingLength
 from areal.trainer.recover import RecoverStore
 from areal.trainer.roles import build_roles
 from areal.weights.weight_files import checksum_of
+from examples.vision.tiny_vision import tiny_vision_model, write_image_processor
 from tests.process_context import a_context
 
 STEPS, BATCH, ROWS, VOCABULARY = 4, 2, 8, 11
