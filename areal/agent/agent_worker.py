@@ -5,7 +5,6 @@ Waits for the next message of its pool; the closed socket ends it. `areal.system
 
 import asyncio
 import contextvars
-import dataclasses
 import mmap
 import os
 import socket
@@ -111,10 +110,6 @@ async def serve(channel: socket.socket) -> None:
         task.cancel()
     await asyncio.gather(*tasks.values(), return_exceptions=True)
     await agents.aclose()
-
-
-def job_message(number: int, job: AgentJob) -> dict[str, Any]:
-    return {"number": number, "job": dataclasses.asdict(job)}
 
 
 def _job_of(given: dict[str, Any]) -> AgentJob:

@@ -8,7 +8,7 @@ import tempfile
 import orjson
 
 from areal.agent.agent_run import AgentJob, AgentOutcome, LoadedAgents
-from areal.agent.agent_worker import MARK_BYTES, MARK_VARIABLE, guilty_job, job_message
+from areal.agent.agent_worker import MARK_BYTES, MARK_VARIABLE, guilty_job
 from areal.api.data import row_json
 from areal.observe.log import get_logger
 from areal.system.worker_process import WorkerEnded, WorkerProcess, areal_worker
@@ -37,7 +37,7 @@ class _Worker:
         try:
             if not await self.ready:
                 return AgentOutcome(status="died", message="its process did not start")
-            self.process.send(job_message(number, job))
+            self.process.send({"number": number, "job": dataclasses.asdict(job)})
             try:
                 return await asyncio.wait_for(asyncio.shield(done), timeout_s)
             except TimeoutError:
@@ -114,7 +114,8 @@ class AgentPool:
                 except TimeoutError:
                     return AgentOutcome(status="timeout", message=f"exceeded its limit of {timeout_s:g} s")
             self._numbers += 1
-            return await self._worker().run(self._numbers, checked_job(job), timeout_s)
+            plain = dataclasses.replace(job, row=orjson.loads(row_json(job.row)))
+            return await self._worker().run(self._numbers, plain, timeout_s)
 
     def _worker(self) -> _Worker:
         """The live worker with the fewest sessions; a new one while all have some and there may be more."""
@@ -130,8 +131,3 @@ class AgentPool:
         for worker in self._workers:
             await worker.aclose()
         await self._inline.aclose()
-
-
-def checked_job(job: AgentJob) -> AgentJob:
-    """The job with values that JSON can represent. InputError otherwise."""
-    return dataclasses.replace(job, row=orjson.loads(row_json(job.row)))

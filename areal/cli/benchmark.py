@@ -220,7 +220,8 @@ def benchmark(words: Sequence[str]) -> int:
             launcher = ["--launcher", given.launcher] if given.launcher else []
             found = _measure(command, config, trial=trial, launcher=launcher)
             runs.append(Run(settings=settings, repeat=repeat, **found))
-            _say([_title(runs[-1]), *table_lines(runs[-1].throughput)])
+            title = f"== {' '.join(_words(runs[-1].settings)) or 'benchmark'} (run {runs[-1].repeat + 1})"
+            _say([title, *table_lines(runs[-1].throughput)])
     report = {"config": given.config, "overrides": given.overrides, "runs": [asdict(run) for run in runs]}
     path = Path(runs[0].folder).parent / f"benchmark-{started}.json"
     write_atomic(path, json.dumps(report, indent=1).encode())
@@ -301,10 +302,6 @@ def _card_tflops() -> float | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return next((peak for part, peak in _PEAK_TFLOPS.items() if part in name), None)
-
-
-def _title(run: Run) -> str:
-    return f"== {' '.join(_words(run.settings)) or 'benchmark'} (run {run.repeat + 1})"
 
 
 def _comparison(runs: Sequence[Run]) -> list[str]:

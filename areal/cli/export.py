@@ -50,7 +50,7 @@ def export(words: Sequence[str]) -> int:
     if request.adapter and config.models[role].lora is None:
         raise InputError(f"--adapter: {role} was trained without lora: export it whole", code="adapter.none")
     step, source = _source(paths, request, role)
-    final = (request.output or paths.root / "export" / f"{role}-{source_name(step)}").absolute()
+    final = (request.output or paths.root / "export" / f"{role}-step-{step:06d}").absolute()
     if final.exists():
         raise InputError(f"{final} exists: choose another folder with -o", code="export.folder")
     if damage := damage_of(source.parent if request.recover else source):  # a recovery checkpoint is sealed as a whole
@@ -64,10 +64,6 @@ def export(words: Sequence[str]) -> int:
     text = json.dumps(facts) if request.json else f"{role} after step {step}: {final}"
     sys.stdout.write(text + "\n")
     return 0
-
-
-def source_name(step: int) -> str:
-    return f"step-{step:06d}"
 
 
 def _source(paths: RunPaths, request: argparse.Namespace, role: str) -> tuple[int, Path]:

@@ -118,15 +118,10 @@ class ChatTemplate:
         )
         self._dates = {match[2]: self.date.strftime(match[2]) for match in _DATE_FORMAT.finditer(self.source)}
 
-    def with_forms(self, forms: MessageForms) -> ChatTemplate:
-        return ChatTemplate(
-            self.tokenizer, enable_thinking=self.enable_thinking, options=self.options, date=self.date, forms=forms
-        )
-
-    def with_thinking(self, enable_thinking: bool) -> ChatTemplate:
-        return ChatTemplate(
-            self.tokenizer, enable_thinking=enable_thinking, options=self.options, date=self.date, forms=self.forms
-        )
+    def with_forms(self, forms: MessageForms, *, enable_thinking: bool | None = None) -> ChatTemplate:
+        """The same template with other forms. `enable_thinking` None: as it is."""
+        thinks = self.enable_thinking if enable_thinking is None else enable_thinking
+        return ChatTemplate(self.tokenizer, enable_thinking=thinks, options=self.options, date=self.date, forms=forms)
 
     @property
     def digest(self) -> str:
@@ -636,7 +631,9 @@ class DialogueTemplate:
             what = f"{broken} are no single tokens" if broken else "no token follows an answer"
             message = f"the chat template has no usable end token: {what}; declare the stop tokens"
             self._problem = InputError(message, code="data.template_stop")
-        self._by_thinking = {thinks: self.template.with_thinking(thinks) for thinks in (False, True)}
+        self._by_thinking = {
+            thinks: self.template.with_forms(self.template.forms, enable_thinking=thinks) for thinks in (False, True)
+        }
         self._by_thinking[self.template.enable_thinking] = self.template
         self.spans = PlainSpans(tokenizer, sorted({*control_texts(tokenizer, special=True), *self._stops}))
 

@@ -221,7 +221,10 @@ def encode_pair(
     if "prompt" not in row and "messages" not in row and isinstance(row["chosen"], str):
         pairs = zip(first.token_ids, second.token_ids, strict=False)
         num_shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        first, second = (_masked_until(side, num_shared) for side in (first, second))
+        first, second = (  # the tokens that they share are the prompt
+            EncodedRow(token_ids=side.token_ids, loss_mask=[0] * num_shared + side.loss_mask[num_shared:])
+            for side in (first, second)
+        )
     margin = row.get("margin") if use_margin else 0.0
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         message = f"rw.use_margin needs a finite number in the column 'margin', which contains {margin!r}"
@@ -255,8 +258,3 @@ def _side(row: dict[str, Any], name: str, tokenizer: Tokenizer) -> EncodedRow:
     if end is None:  # the end that the text uses, or that of the tokenizer
         ids += [ends[end] for end in [*(end for end in ends if end in value), *ends][:1]]
     return EncodedRow(token_ids=ids, loss_mask=[1] * len(ids))
-
-
-def _masked_until(side: EncodedRow, place: int) -> EncodedRow:
-    """Mask the first `place` tokens, which are the prompt."""
-    return EncodedRow(token_ids=side.token_ids, loss_mask=[0] * place + side.loss_mask[place:])

@@ -165,7 +165,10 @@ class Episode:
         if is_cut or not calls:
             return await self.verify()
         results = [await self._tool_message(call) for call in calls]
-        self._output += [_output_of(result["tool_call_id"], result["content"]) for result in results]
+        self._output += [
+            {"type": "function_call_output", "call_id": result["tool_call_id"], "output": result["content"]}
+            for result in results
+        ]
         return {"messages": results, "tools": self._tools, "done": False}
 
     async def _stepped(self, new):
@@ -280,7 +283,3 @@ def _output_items(message):
         named = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
         items.append({"type": "function_call", "call_id": call["id"], **named})
     return items
-
-
-def _output_of(call_id, text):
-    return {"type": "function_call_output", "call_id": call_id, "output": text}

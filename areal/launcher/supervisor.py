@@ -466,7 +466,7 @@ class Supervisor:
         signs = self._registry.list("ready") if waiting else {}
         for child in waiting:
             if f"ready/{child.name}" in signs:
-                child.set_ready()
+                child.is_ready = child.was_ready = True
         self._was_ready = self._was_ready or all(unit.is_ready for unit in self._units)
 
     def _is_over(self) -> bool:

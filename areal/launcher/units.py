@@ -71,9 +71,6 @@ class Child:
         self.started_s = self._clock()
         self.pid = self._backend.start(self.planned)
 
-    def set_ready(self) -> None:
-        self.is_ready = self.was_ready = True
-
     def terminate(self) -> None:
         """Send SIGTERM, once."""
         if self.is_running and not self._was_terminated:

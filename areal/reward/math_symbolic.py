@@ -85,7 +85,7 @@ def symbolic_math_reward(
     if plain is not None:
         return float(plain)
     scaled = given if scale == 1 else rf"\frac{{{scale.numerator}}}{{{scale.denominator}}}\cdot({given})"
-    return float(_symbolic_equality(scaled, wanted))
+    return float(_math_process().ask({"gold": wanted, "given": scaled})[0])
 
 
 def _with_unit(text: str) -> tuple[str, Unit | None]:
@@ -158,10 +158,6 @@ def _plain_equality(given: str, wanted: str, scale: Fraction) -> bool | None:
 
 def _plain_number(text: str) -> Quantity | None:
     return parse_number(text) if _PLAIN.fullmatch(text) else None
-
-
-def _symbolic_equality(given: str, wanted: str) -> bool:
-    return _math_process().ask({"gold": wanted, "given": given})[0]
 
 
 @functools.cache
