@@ -9,27 +9,21 @@ figures of /metrics that nobody reads and the hundreds of settings in /server_in
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
-import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from areal.api.data import GenerationRequest, WeightSpec
 from areal.fleet.sglang import ServerFacts, bucket_body, generate_body, parse_facts, vocabulary_probe
 from areal.server_side.areal_transfer import group, layout
 from areal.system.network import Host
 from areal.weights.update_group import serve_store
-from tests.servers.checkpoints import build_model, build_tokenizer
-from tests.servers.real_server import RealServer
-from tests.servers.record_vllm import FOLDER, PROMPT, Recorder, a_form, a_part
+from tests.servers.record_vllm import PROMPT, Recorder, a_form, a_part, record_adapters, recording, write_recording
 
 _LIMIT_S = 120.0
 _KEPT_METRICS = ("sglang:generation_tokens_total{", "sglang:num_running_reqs{")
@@ -74,10 +68,10 @@ async def record_description(recorder: Recorder) -> ServerFacts:
     return parse_facts(info)
 
 
-async def record_load(recorder: Recorder, session: aiohttp.ClientSession, address: str) -> None:
+async def record_load(recorder: Recorder, address: str) -> None:
     await recorder.ask("loads", "GET", "/v1/loads")
     await recorder.ask("metrics", "GET", "/metrics")
-    async with session.get(address + "/metrics") as answer:
+    async with recorder.session.get(address + "/metrics") as answer:
         lines = (await answer.text()).splitlines()
     kept = [line.replace(str(_folder_in(line)), "MODEL") for line in lines if line.startswith(_KEPT_METRICS)]
     recorder.entries["metrics"]["body"] = "".join(line + "\n" for line in kept)
@@ -169,71 +163,22 @@ async def record_collective_update(recorder: Recorder, model: Path) -> None:
         told |= {field: told[field][:2] for field in ("names", "dtypes", "shapes")}
 
 
-async def record_adapters(recorder: Recorder, adapter: Path) -> None:
-    load, unload = "/load_lora_adapter", "/unload_lora_adapter"
-    body = {"lora_name": "policy-1", "lora_path": str(adapter)}
-    await recorder.ask("load_adapter", "POST", load, body)
-    await recorder.ask("load_adapter_again", "POST", load, body)
-    missing = {"lora_name": "policy-2", "lora_path": str(adapter / "nothing")}
-    await recorder.ask("load_adapter_missing", "POST", load, missing)
-    await recorder.ask("unload_adapter", "POST", unload, {"lora_name": "policy-1"})
-    await recorder.ask("unload_adapter_again", "POST", unload, {"lora_name": "policy-1"})
-
-
-def write_adapter(folder: Path, hidden_size: int) -> Path:
-    """A LoRA adapter in PEFT's format. SGLang takes none that has queries but no values."""
-    folder.mkdir()
-    tensors: dict[str, torch.Tensor] = {}
-    for layer in range(2):
-        for name, size in (("q_proj", 64), ("v_proj", 32)):
-            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{place}.lora_A.weight"] = torch.ones(8, hidden_size)
-            tensors[f"{place}.lora_B.weight"] = torch.ones(size, 8)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
 async def record(address: str, model: Path, adapter: Path) -> dict[str, dict[str, Any]]:
-    timeout = aiohttp.ClientTimeout(total=_LIMIT_S)
-    connector = aiohttp.TCPConnector(force_close=True)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        recorder = Recorder(address, session, {str(adapter): "ADAPTER", str(model): "MODEL", str(model.parent): "ROOT"})
+    async with recording(address, model, adapter) as recorder:
         facts = await record_description(recorder)
         await record_generation(recorder, facts)
         await record_pauses(recorder, facts)
         await record_disk_updates(recorder, model)
         await record_collective_update(recorder, model)
         await record_adapters(recorder, adapter)
-        await record_load(recorder, session, address)
+        await record_load(recorder, address)
         # A server on CPU does nothing here, but says what one on GPU says.
     return calm(recorder.entries)
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="file to write instead")
-    args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        model = build_model(seed=0)
-        model.save_pretrained(root / "model")
-        build_tokenizer().save_pretrained(root / "model")
-        adapter = write_adapter(root / "adapter", model.config.hidden_size)
-        flags = {"enable_lora": True, "max_lora_rank": 8, "max_running_requests": 1}
-        flags["lora_target_modules"] = ["q_proj", "v_proj"]
-        server = RealServer("sglang", root / "model", root, flags=flags)
-        try:
-            entries = asyncio.run(record(server.wait_ready().address, root / "model", adapter))
-        finally:
-            server.kill_all()
-    out = args.out or FOLDER / f"sglang-{entries['server_info']['body']['version']}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(entries, indent=1) + "\n")
-    sys.stdout.write(f"{len(entries)} answers -> {out}\n")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sizes = {"q_proj": 64, "v_proj": 32}  # SGLang takes no adapter that has queries but no values
+    lora = {"max_running_requests": 1, "lora_target_modules": [*sizes]}
+    sys.exit(
+        write_recording(sys.argv[1:], "sglang", record, version_in="server_info", sizes=sizes, num_layers=2, **lora)
+    )

@@ -15,6 +15,8 @@ import dataclasses
 import json
 import sys
 import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,11 @@ from areal.server_side.areal_transfer import group, layout
 from areal.system.network import Host
 from areal.weights.update_group import serve_store
 from tests.servers.checkpoints import build_model, build_tokenizer
-from tests.servers.real_server import RealServer
+from tests.servers.real_server import Backend, RealServer
 
 FOLDER = Path(__file__).parents[1] / "fleet" / "recordings"
 PROMPT = [5, 9, 11, 30]
-_LIMIT_S = 60.0
+_LIMIT_S = 120.0
 _KEPT_METRICS = (
     "vllm:num_requests_running{",
     "vllm:num_requests_waiting{",
@@ -58,14 +60,14 @@ class Recorder:
 
     def __init__(self, address: str, session: aiohttp.ClientSession, hidden: dict[str, str]) -> None:
         self._address = address
-        self._session = session
+        self.session = session
         self._hidden = hidden
         """Text -> what stands for it in the recording."""
         self.entries: dict[str, dict[str, Any]] = {}
 
     async def ask(self, name: str, method: str, path: str, body: Any = None) -> Any:
         """Its body, unchanged."""
-        async with self._session.request(method, self._address + path, json=body) as answer:
+        async with self.session.request(method, self._address + path, json=body) as answer:
             text = await answer.text()
             kind = answer.content_type
         found: Any = text
@@ -174,8 +176,9 @@ async def record_collective_update(recorder: Recorder, model: Path) -> None:
             told[field] = told[field][:2]
 
 
-async def record_adapters(recorder: Recorder, adapter: Path) -> None:
-    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+async def record_adapters(recorder: Recorder, adapter: Path, root: str = "") -> None:
+    """`root`: of the paths."""
+    load, unload = f"{root}/load_lora_adapter", f"{root}/unload_lora_adapter"
     body = {"lora_name": "policy-1", "lora_path": str(adapter)}
     await recorder.ask("load_adapter", "POST", load, body)
     await recorder.ask("load_adapter_again", "POST", load, body)
@@ -185,33 +188,46 @@ async def record_adapters(recorder: Recorder, adapter: Path) -> None:
     await recorder.ask("unload_adapter_again", "POST", unload, {"lora_name": "policy-1"})
 
 
-def write_adapter(folder: Path, hidden_size: int) -> Path:
-    """A LoRA adapter in PEFT's format for the first layer's queries."""
+def write_adapter(folder: Path, hidden_size: int, sizes: Mapping[str, int], num_layers: int) -> Path:
+    """A LoRA adapter in PEFT's format for projections of the first layers, by the sizes of what they give."""
     folder.mkdir()
-    place = "base_model.model.model.layers.0.self_attn.q_proj"
-    tensors = {f"{place}.lora_A.weight": torch.ones(8, hidden_size), f"{place}.lora_B.weight": torch.ones(64, 8)}
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in range(num_layers):
+        for name, size in sizes.items():
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{place}.lora_A.weight"] = torch.ones(8, hidden_size)
+            tensors[f"{place}.lora_B.weight"] = torch.ones(size, 8)
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": [*sizes], "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 
-async def record(address: str, model: Path, adapter: Path) -> dict[str, dict[str, Any]]:
+@asynccontextmanager
+async def recording(address: str, model: Path, adapter: Path) -> AsyncIterator[Recorder]:
     timeout = aiohttp.ClientTimeout(total=_LIMIT_S)
     connector = aiohttp.TCPConnector(force_close=True)
+    hidden = {str(adapter): "ADAPTER", str(model): "MODEL", str(model.parent): "ROOT"}
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        recorder = Recorder(address, session, {str(model): "MODEL", str(adapter): "ADAPTER", str(model.parent): "ROOT"})
-        await recorder.ask("version", "GET", "/version")
-        await record_generation(recorder)
-        await record_disk_updates(recorder, model)
-        await record_collective_update(recorder, model)
-        await record_adapters(recorder, adapter)
-        await recorder.ask("health", "GET", "/health")
-    return recorder.entries
+        yield Recorder(address, session, hidden)
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def write_recording(
+    argv: list[str],
+    backend: Backend,
+    record: Callable[[str, Path, Path], Coroutine[Any, Any, dict[str, dict[str, Any]]]],
+    *,
+    version_in: str,
+    sizes: Mapping[str, int],
+    num_layers: int,
+    **flags: Any,
+) -> int:
+    """Start a server, and write what `record` gets from its address, the model and an adapter.
+
+    `version_in`: the entry with the version of the server. `sizes`, `num_layers`: of the adapter. `flags`: of the
+    server.
+    """
+    parser = argparse.ArgumentParser(description=f"Records what a real {backend} answers.")
     parser.add_argument("--out", type=Path, help="file to write instead")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
@@ -219,19 +235,29 @@ def main(argv: list[str]) -> int:
         model = build_model(seed=0)
         model.save_pretrained(root / "model")
         build_tokenizer().save_pretrained(root / "model")
-        adapter = write_adapter(root / "adapter", model.config.hidden_size)
-        flags = {"enable_lora": True, "max_lora_rank": 8}
-        server = RealServer("vllm", root / "model", root, flags=flags)
+        adapter = write_adapter(root / "adapter", model.config.hidden_size, sizes, num_layers)
+        server = RealServer(backend, root / "model", root, flags={"enable_lora": True, "max_lora_rank": 8, **flags})
         try:
             entries = asyncio.run(record(server.wait_ready().address, root / "model", adapter))
         finally:
             server.kill_all()
-    out = args.out or FOLDER / f"vllm-{entries['version']['body']['version']}.json"
+    out = args.out or FOLDER / f"{backend}-{entries[version_in]['body']['version']}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(entries, indent=1) + "\n")
     sys.stdout.write(f"{len(entries)} answers -> {out}\n")
     return 0
 
 
+async def record(address: str, model: Path, adapter: Path) -> dict[str, dict[str, Any]]:
+    async with recording(address, model, adapter) as recorder:
+        await recorder.ask("version", "GET", "/version")
+        await record_generation(recorder)
+        await record_disk_updates(recorder, model)
+        await record_collective_update(recorder, model)
+        await record_adapters(recorder, adapter, "/v1")
+        await recorder.ask("health", "GET", "/health")
+    return recorder.entries
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(write_recording(sys.argv[1:], "vllm", record, version_in="version", sizes={"q_proj": 64}, num_layers=1))
