@@ -92,16 +92,16 @@ async def serve(channel: socket.socket) -> None:
             outcome = AgentOutcome(status="timeout", message=place_of(error.__traceback__))
         except KeyboardInterrupt as error:  # of the agent: SIGINT is ignored here
             outcome = AgentOutcome(status="error", message=described(error))
-        send({"number": number, "outcome": outcome})
+        send({"id": number, "outcome": outcome})
 
     send({"ready": os.getpid()})
     while (line := await reader.readline()).endswith(b"\n"):
         message = orjson.loads(line)
-        number = message["number"]
-        if "job" not in message:
-            if number in tasks:
-                tasks[number].cancel()
+        if "cancel" in message:
+            if message["cancel"] in tasks:
+                tasks[message["cancel"]].cancel()
             continue
+        number = message["id"]
         _number_of_job.set(number)
         tasks[number] = task = asyncio.create_task(run(number, _job_of(message["job"])), name=f"agent-{number}")
         _number_of_job.set(0)

@@ -18,17 +18,14 @@ from typing import Any
 import orjson
 
 from areal.api.errors import ArealError, ConfigError
-from areal.observe.log import get_logger
 from areal.system.network import TEACHER_TOKEN, TOKEN_VARIABLE
 from areal.system.process import AREAL_PROCESS, ProcessContext, opened_log
-from areal.system.worker_process import WorkerEnded, WorkerProcess
+from areal.system.worker_process import CallingWorker, WorkerProcess
 
 START_LIMIT_S = 180.0  # Packages of others import for long on a busy machine.
-_GRACE_S = 5.0
 _CONCURRENT = 64  # Episodes at the same time where the environment has no limit.
 _HERE = Path(__file__).parent
 _NOT_PASSED = (TOKEN_VARIABLE, TEACHER_TOKEN, AREAL_PROCESS, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-_log = get_logger(__name__)
 
 
 class EnvironmentFailed(ArealError, RuntimeError):
@@ -39,8 +36,8 @@ class EnvironmentFailed(ArealError, RuntimeError):
         super().__init__(f"{kind}: {text}", code=code)
 
 
-def _server_died(text: str) -> EnvironmentFailed:
-    return EnvironmentFailed("EnvironmentDied", text, code="env.server_died")
+def _timed_out(text: str) -> EnvironmentFailed:
+    return EnvironmentFailed("EnvironmentTimeout", text, code="env.timeout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,88 +60,36 @@ class WorkerSetup:
         return [self.interpreter, str(program), str(adapter), self.env, orjson.dumps(dict(self.args)).decode()]
 
 
-class _Live:
-    """One process. `facts` is set when the adapter has started."""
+class _Live(CallingWorker):
+    """One process."""
 
     def __init__(self, setup: WorkerSetup, folder: Path) -> None:
-        with opened_log(folder / "worker.log") as log:
+        self._log = folder / "worker.log"
+        with opened_log(self._log) as log:
             try:
-                self.process = WorkerProcess(setup.command, _variables(setup, folder), log=log)
+                process = WorkerProcess(setup.command, _variables(setup, folder), log=log)
             except OSError as error:
                 text = f"workflow_args.python: {setup.interpreter} cannot be started: {error.strerror}"
                 raise EnvironmentFailed("EnvironmentMissing", text, code="env.not_found") from error
-        self.calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self.facts: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self.has_ended = False
-        self._number = 0
-        self._log = folder / "worker.log"
-        self._task = asyncio.create_task(self._receive(), name=f"environment {setup.adapter} {self.process.pid}")
+        super().__init__(process, f"environment {setup.adapter}", start_limit_s=START_LIMIT_S)
 
-    async def _receive(self) -> None:
-        text = "its process did not start"
-        try:
-            first = await self.process.connect(limit_s=START_LIMIT_S)
-            if not self.facts.done():
-                self.facts.set_result(first["result"])
-            text = "its process ended"
-            while True:
-                for message in await self.process.receive(limit_s=None):
-                    if (done := self.calls.get(message["id"])) is not None and not done.done():
-                        done.set_result(message)
-        except (WorkerEnded, TimeoutError):
-            pass
-        finally:
-            self.has_ended = True
-            self.process.close()
-            code = await asyncio.to_thread(self.process.end, wait_s=0.5)
-            self._fail(_server_died(f"{text}, exit code {code}: {self._log}"))
-
-    def _fail(self, error: EnvironmentFailed) -> None:
-        for done in (self.facts, *self.calls.values()):
-            if not done.done():
-                done.set_exception(error)
-                done.exception()  # also where nobody waits
+    async def facts(self) -> dict[str, Any]:
+        """What the adapter says of itself, after its start. Raises EnvironmentFailed."""
+        started = (await asyncio.shield(self.ready))["result"]  # others wait for it too
+        return result_of({"result": started.get("facts"), **started})
 
     async def call(self, name: str, given: Mapping[str, Any], *, episode: str | None, limit_s: float) -> Any:
-        self._number += 1
-        number, done = self._number, asyncio.get_running_loop().create_future()
-        self.calls[number] = done
+        text = f"{name} exceeded its limit of {limit_s:g} s"
         try:
-            if self.has_ended:
-                raise _server_died("its process ended")
-            self.process.send({"id": number, "call": name, "given": given, "episode": episode})
-            try:
-                answer = await asyncio.wait_for(asyncio.shield(done), limit_s)
-            except TimeoutError:
-                return await self._overdue(number, done, f"{name} exceeded its limit of {limit_s:g} s")
-            except asyncio.CancelledError:
-                self.cancel(number)
-                raise
-        finally:
-            self.calls.pop(number, None)
-        return result_of(answer)
-
-    async def _overdue(self, number: int, done: asyncio.Future[dict[str, Any]], text: str) -> Any:
-        self.cancel(number)
-        try:
-            answer = await asyncio.wait_for(asyncio.shield(done), _GRACE_S)
+            answer, is_late = await self.ask({"call": name, "given": given, "episode": episode}, limit_s)
         except TimeoutError:
-            _log.warning("environment worker %d does not answer: it is killed", self.process.pid)
-            self.process.kill()
-            raise EnvironmentFailed(
-                "EnvironmentTimeout", f"{text} and blocked its process", code="env.timeout"
-            ) from None
-        if answer.get("error", {}).get("code") == "env.timeout":
-            raise EnvironmentFailed("EnvironmentTimeout", text, code="env.timeout")
-        return result_of(answer)  # it ended just in time
+            raise _timed_out(f"{text} and blocked its process") from None
+        if is_late and answer.get("error", {}).get("code") == "env.timeout":
+            raise _timed_out(text)
+        return result_of(answer)  # it ended in time
 
-    def cancel(self, number: int) -> None:
-        if not self.has_ended:
-            self.process.send({"cancel": number})
-
-    async def aclose(self) -> None:
-        self.process.kill()
-        await asyncio.gather(self._task, return_exceptions=True)
+    def _failure(self, number: int) -> EnvironmentFailed:
+        return EnvironmentFailed("EnvironmentDied", f"{self.how}: {self._log}", code="env.server_died")
 
 
 def result_of(answer: Mapping[str, Any]) -> Any:
@@ -152,10 +97,6 @@ def result_of(answer: Mapping[str, Any]) -> Any:
     if (error := answer.get("error")) is not None:
         raise EnvironmentFailed(error["kind"], error["text"], code=error["code"])
     return answer["result"]
-
-
-def _facts(started: Mapping[str, Any]) -> dict[str, Any]:
-    return result_of({"result": started.get("facts"), **started})
 
 
 class EnvironmentWorker:
@@ -170,7 +111,7 @@ class EnvironmentWorker:
 
     async def facts(self) -> dict[str, Any]:
         """What the adapter says of itself, after its start. Raises EnvironmentFailed."""
-        return _facts(await asyncio.shield(self._started().facts))  # others wait for it too
+        return await self._started().facts()
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
@@ -191,7 +132,7 @@ class EnvironmentWorker:
         live = self._started() if episode is None else self._episodes.get(episode) or self._started()
         if episode is not None:
             self._episodes[episode] = live  # an episode that has lost its worker does not continue in the next one
-        _facts(await asyncio.shield(live.facts))
+        await live.facts()
         return await live.call(name, given, episode=episode, limit_s=limit_s)
 
     async def close_episode(self, episode: str, *, limit_s: float) -> None:

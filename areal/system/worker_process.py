@@ -6,12 +6,14 @@ prints cannot reach the channel.
 """
 
 import asyncio
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
@@ -21,6 +23,8 @@ from areal.system.network import TEACHER_TOKEN, TOKEN_VARIABLE
 from areal.system.process import AREAL_PROCESS, watch_parent
 
 _READ_BYTES = 1 << 18
+_GRACE_S = 5.0  # What a cancelled call has to end. Then its process is killed, with the other calls in it.
+_log = logging.getLogger(__name__)
 
 
 class WorkerEnded(Exception):
@@ -109,6 +113,90 @@ class WorkerProcess:
                 os.killpg(self.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 self._process.kill()
+
+
+class CallingWorker(ABC):
+    """A worker process whose calls run at the same time, each with a time limit.
+
+    A call is a message with an `id`, which its answer has too; {"cancel": id} cancels it. The first message of the
+    process says that it is ready.
+    """
+
+    def __init__(self, process: WorkerProcess, name: str, *, start_limit_s: float) -> None:
+        self.process = process
+        self.calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        """Those without an answer, by their ids."""
+        self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        """The first message."""
+        self.has_ended = False
+        self.how = "its process ended"
+        """How the process ended, once it has."""
+        self._name = f"{name} {process.pid}"
+        self._number = 0
+        self._task = asyncio.create_task(self._receive(start_limit_s), name=self._name)
+
+    @abstractmethod
+    def _failure(self, number: int) -> Exception:
+        """The error of a call that the end of the process has ended; 0 = of the start."""
+
+    async def ask(self, message: Mapping[str, Any], limit_s: float) -> tuple[dict[str, Any], bool]:
+        """The answer to a message, and whether it came only after the limit, when the call was cancelled.
+
+        TimeoutError when a cancelled call does not end: the process is killed. The error of `_failure` at its end.
+        """
+        self._number += 1
+        number, done = self._number, asyncio.get_running_loop().create_future()
+        self.calls[number] = done
+        try:
+            await asyncio.shield(self.ready)
+            if self.has_ended:
+                raise self._failure(number)
+            self.process.send({"id": number, **message})
+            try:
+                return await asyncio.wait_for(asyncio.shield(done), limit_s), False
+            except TimeoutError:
+                return await self._overdue(number, done), True
+            except asyncio.CancelledError:
+                self._cancel(number)
+                raise
+        finally:
+            self.calls.pop(number, None)
+
+    async def _overdue(self, number: int, done: asyncio.Future[dict[str, Any]]) -> dict[str, Any]:
+        self._cancel(number)
+        try:
+            return await asyncio.wait_for(asyncio.shield(done), _GRACE_S)
+        except TimeoutError:
+            _log.warning("%s does not answer: it is killed", self._name)
+            self.process.kill()
+            raise
+
+    def _cancel(self, number: int) -> None:
+        if not self.has_ended:
+            self.process.send({"cancel": number})
+
+    async def _receive(self, start_limit_s: float) -> None:
+        try:
+            self.ready.set_result(await self.process.connect(limit_s=start_limit_s))
+            while True:
+                for message in await self.process.receive(limit_s=None):
+                    if (done := self.calls.get(message["id"])) is not None and not done.done():
+                        done.set_result(message)
+        except (WorkerEnded, TimeoutError):
+            pass
+        finally:
+            self.has_ended = True
+            self.process.close()
+            code = await asyncio.to_thread(self.process.end, wait_s=0.5)
+            self.how = f"its process {'ended' if self.ready.done() else 'did not start'}, exit code {code}"
+            for number, done in ((0, self.ready), *self.calls.items()):
+                if not done.done():
+                    done.set_exception(self._failure(number))
+                    done.exception()  # also where nobody waits
+
+    async def aclose(self) -> None:
+        self.process.kill()
+        await asyncio.gather(self._task, return_exceptions=True)
 
 
 def areal_worker(module: str, env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:

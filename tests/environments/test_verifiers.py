@@ -47,7 +47,7 @@ async def test_an_episode_whose_tool_server_has_died_runs_again_with_new_ones(ma
 
 async def test_a_task_that_blocks_its_worker_ends_it(make, monkeypatch) -> None:
     monkeypatch.setattr("areal.environments.workflow._CLOSE_LIMIT_S", 0.2)
-    monkeypatch.setattr("areal.environments.process._GRACE_S", 0.2)
+    monkeypatch.setattr("areal.system.worker_process._GRACE_S", 0.2)
     workflow = make(VerifiersWorkflow, agent={"timeout_s": 5.0})
     await workflow.arun_episode(policy(lambda _: "4"), dict(ROW))
     first = workflow.worker.pid
