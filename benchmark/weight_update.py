@@ -15,8 +15,11 @@ medians over the updates. The last line is JSON.
 
 `--delta` compares updates with `http` and with `delta` through a relay that limits the bytes per second. bfloat16
 weights are published after each optimiser step with AdamW at the learning rate, from the seventh step on (AdamW changes
-more numbers before). `bytes_ratio`: bytes of `delta` over those of `http`. `time_ratio`: the seconds of `http` over
-those of `delta`.
+more numbers before), in turn with `delta` and, as another version, with `http`. Figures are medians over the rounds
+after the first. `bytes_ratio`: bytes of `delta` over those of `http`. `time_ratio`: the seconds of `http` over those of
+`delta`. `full` and `delta` have the seconds by part: `gather_s`, the trainer's weights in their published form;
+`compare_s`, the rest of the trainer (checksums, differences or writing); `pull_s`, the transfer and the copy on the
+disk of the server; `receive_s`, from there to its memory; `install_s`; `canary_s`, the probe and the rest of the fleet.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +57,7 @@ from areal.engine.fsdp import FSDPEngine, build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NativeReplica
-from areal.fleet.replica import AnswerForm, Chunks, PartChunk, Replica
+from areal.fleet.replica import AnswerForm, Chunks, PartChunk, PauseMode, Replica
 from areal.system.discovery import FileRegistry
 from areal.system.network import TOKEN_VARIABLE, Host
 from areal.weights.collective import CollectiveChannel
@@ -78,6 +81,7 @@ PROMPT = [5, 6, 7, 8]
 FIGURES = ("publish_s", "fleet_s", "swap_s", "step_s", "longest_wait_s", "quiet_wait_s")
 TRAINED_TOKENS, STEPS_BEFORE = 64, 6
 """Of each of two sequences of a train step; steps before the first update."""
+PARTS = ("gather_s", "compare_s", "pull_s", "receive_s", "install_s", "canary_s")
 QUIET_TOKENS = 20
 """Tokens that must arrive before and after an update."""
 
@@ -91,12 +95,41 @@ class OneRank:
         return values
 
 
-class TimedReplica(NativeReplica):
-    """Notes when tokens arrive."""
+class TimedSource:
+    """The engine. `seconds`: in which it made weights."""
 
-    def __init__(self, name: str, address: str, form: AnswerForm, times: list[float]) -> None:
+    def __init__(self, engine: FSDPEngine) -> None:
+        self._engine, self.seconds = engine, 0.0
+        self.weight_specs = engine.weight_specs
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        weights, start_s = self._engine.named_weights(), time.perf_counter()
+        for each in weights:
+            self.seconds += time.perf_counter() - start_s
+            yield each
+            start_s = time.perf_counter()
+
+
+class TimedReplica(NativeReplica):
+    """Notes when tokens arrive, and the seconds of the parts of updates."""
+
+    def __init__(self, name: str, address: str, form: AnswerForm, times: list[float], parts: dict[str, float]) -> None:
         super().__init__(name, address, TOKEN, form)
-        self._times = times
+        self._times, self._parts = times, parts
+
+    async def _pull_weights(self, update: WeightUpdate) -> None:
+        await self._timed("pull_s", super()._pull_weights(update))
+
+    async def prepare_weights(self, update: WeightUpdate, *, rank: int) -> None:
+        await self._timed("prepare_s", super().prepare_weights(update, rank=rank))
+
+    async def update_weights(self, update: WeightUpdate, *, rank: int, mode: PauseMode) -> None:
+        await self._timed("install_s", super().update_weights(update, rank=rank, mode=mode))
+
+    async def _timed(self, name: str, call: Coroutine[Any, Any, None]) -> None:
+        start_s = time.perf_counter()
+        await call
+        self._parts[name] = time.perf_counter() - start_s
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> Chunks:
         is_probe = requests[0].request_id.startswith("canary")
@@ -172,6 +205,7 @@ class Stream:
     fleet: Fleet
     loop: asyncio.AbstractEventLoop
     times: list[float]
+    parts: dict[str, float]
     address: str
 
     def swap_seconds(self) -> float:
@@ -211,7 +245,7 @@ def running_server(model: Path, dtype: str, logs: Path) -> Iterator[str]:
 @contextlib.contextmanager
 def streaming(address: str, folder: Path, mode: str, dtype: str) -> Iterator[Stream]:
     """A fleet that streams one answer from the server."""
-    loop, times = asyncio.new_event_loop(), list[float]()
+    loop, times, parts = asyncio.new_event_loop(), list[float](), dict[str, float]()
     thread = threading.Thread(target=loop.run_forever, name="fleet", daemon=True)
     thread.start()
 
@@ -222,7 +256,7 @@ def streaming(address: str, folder: Path, mode: str, dtype: str) -> Iterator[Str
     registry.add("servers/0", json.dumps({"address": address, "pid": 1}), replace=True)
 
     def connect(name: str, where: str, form: AnswerForm) -> Replica:
-        return TimedReplica(name, where, form, times)
+        return TimedReplica(name, where, form, times, parts)
 
     config = InferenceEngineConfig(weight_update=mode, stream_interval=1)
     fleet = Fleet(registry, 1, config, connect, dtype=dtype)
@@ -231,7 +265,7 @@ def streaming(address: str, folder: Path, mode: str, dtype: str) -> Iterator[Str
     request = GenerationRequest(request_id="r", input_ids=PROMPT, gconfig=gconfig)
     running = on_loop(fleet.agenerate(request))
     try:
-        yield Stream(fleet, loop, times, address)
+        yield Stream(fleet, loop, times, parts, address)
     finally:
         running.cancel()
         on_loop(fleet.close()).result(60)
@@ -261,45 +295,49 @@ def measure(
     folder: Path,
     updates: int,
     first: int,
-    *,
-    relay: SlowRelay | None = None,
-    train: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Medians over `updates` publications; the first one, which connects and allocates, is not counted. `train` is
-    called before each."""
-    control = FleetControl(stream.fleet, stream.loop, relay)
-    model = folder / "model"
+    """Medians over `updates` publications; the first one, which connects and allocates, is not counted."""
+    control, source = FleetControl(stream.fleet, stream.loop), TimedSource(engine)
     if kind == "disk":
-        channel: Any = DiskChannel(engine, OneRank(), control, folder / "weights", model_folder=model)  # type: ignore[arg-type]
-    elif kind in ("http", "delta"):
-        channel_class = DeltaChannel if kind == "delta" else HttpChannel
-        channel = channel_class(engine, OneRank(), control, host=Host(), model_folder=model)  # type: ignore[arg-type]
+        channel: Any = DiskChannel(source, OneRank(), control, folder / "weights", model_folder=folder / "model")  # type: ignore[arg-type]
     else:
-        channel = CollectiveChannel(engine, OneRank(), control, bucket_bytes=2**28, backend="gloo")  # type: ignore[arg-type]
-    found: dict[str, list[float]] = {name: [] for name in FIGURES}
-    num_tokens = QUIET_TOKENS
-    if kind == "delta":
-        found |= {"bytes": [], "share_of_full": []}
+        channel = CollectiveChannel(source, OneRank(), control, bucket_bytes=2**28, backend="gloo")  # type: ignore[arg-type]
+    rows, num_tokens = list[dict[str, float]](), QUIET_TOKENS
     for index in range(updates + 1):
-        train()
-        stream.wait_for_tokens(num_tokens)
-        quiet, usual = longest_wait(stream.times[-num_tokens:])
-        swapped_s = stream.swap_seconds()
-        mark, start_s = len(stream.times), time.perf_counter()
-        channel.publish(first + index)
-        channel.wait_served()
-        total_s = time.perf_counter() - start_s
-        stream.wait_for_tokens(3)
-        during = stream.times[mark - 1 :]
-        num_tokens = max(QUIET_TOKENS, len(during))
-        if index:
-            waits = (longest_wait(during)[0] - usual, quiet - usual)
-            swap_s = stream.swap_seconds() - swapped_s
-            sent = [metric.value for metric in channel.metrics().values()]
-            for name, value in zip(found, (total_s, control.seconds, swap_s, usual, *waits, *sent), strict=True):
-                found[name].append(value)
+        row, num_tokens = one_update(channel, control, source, stream, first + index, num_tokens)
+        rows.append(row)
     channel.close()
-    return {name: median(values) for name, values in found.items()}
+    return medians(rows[1:])
+
+
+def one_update(
+    channel: Any, control: FleetControl, source: TimedSource, stream: Stream, version: int, num_tokens: int
+) -> tuple[dict[str, float], int]:
+    """The figures of one publication, before which `num_tokens` are awaited; and the tokens that arrived meanwhile."""
+    stream.wait_for_tokens(num_tokens)
+    quiet, usual = longest_wait(stream.times[-num_tokens:])
+    swapped_s, gathered_s = stream.swap_seconds(), source.seconds
+    mark, start_s = len(stream.times), time.perf_counter()
+    channel.publish(version)
+    published_s = time.perf_counter() - start_s
+    channel.wait_served()
+    total_s = time.perf_counter() - start_s
+    stream.wait_for_tokens(3)
+    during = stream.times[mark - 1 :]
+    waits = (longest_wait(during)[0] - usual, quiet - usual)
+    figures = (total_s, control.seconds, stream.swap_seconds() - swapped_s, usual, *waits)
+    row = dict(zip(FIGURES, figures, strict=True))
+    row |= {name.rpartition("/")[2]: metric.value for name, metric in channel.metrics().items()}
+    gather_s, parts = source.seconds - gathered_s, stream.parts
+    pull_s, prepare_s = parts.get("pull_s", 0.0), parts["prepare_s"]
+    row |= {"gather_s": gather_s, "compare_s": published_s - gather_s, "pull_s": pull_s}
+    row |= {"receive_s": prepare_s - pull_s, "install_s": parts["install_s"]}
+    row["canary_s"] = control.seconds - prepare_s - parts["install_s"]
+    return row, max(QUIET_TOKENS, len(during))
+
+
+def medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: median(row[name] for row in rows) for name in rows[0]}
 
 
 def longest_wait(times: list[float]) -> tuple[float, float]:
@@ -353,10 +391,9 @@ def _loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
 
 
 def with_deltas(size: str, rates: list[float], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each learning rate; whole weights are measured with the first one."""
+    """A row for each learning rate; whole weights are measured with the first one, in turn with differences."""
     rows: list[dict[str, Any]] = []
-    whole: dict[str, float] = {}
-    version = 1
+    found: dict[str, list[dict[str, float]]] = {"full": [], "delta": []}
     for rate in rates:
         with tempfile.TemporaryDirectory(dir=args.folder) as name:
             folder = Path(name)
@@ -378,19 +415,37 @@ def with_deltas(size: str, rates: list[float], args: argparse.Namespace) -> list
 
             for _ in range(STEPS_BEFORE):
                 train()
-            relay = SlowRelay(args.megabytes_per_s * 1e6)
+            kinds = ("delta",) if found["full"] else ("delta", "full")
+            found["delta"] = []
             with (
                 running_server(folder / "model", "bfloat16", folder) as address,
                 streaming(address, folder, "keep_cache", "bfloat16") as stream,
+                contextlib.ExitStack() as stack,
             ):
-                if not whole:
-                    whole = measure(engine, stream, "http", folder, 2, version, relay=relay)
-                found = measure(engine, stream, "delta", folder, args.updates, version + 3, relay=relay, train=train)
-            version += args.updates + 4
-        stalls = [max(row["longest_wait_s"] - row["quiet_wait_s"], 0.0) for row in (whole, found)]
-        row = {"size": size, "lr": rate, "full_s": whole["publish_s"], "delta_s": found["publish_s"]}
-        row |= {"time_ratio": whole["publish_s"] / found["publish_s"], "bytes_ratio": found["share_of_full"]}
-        row |= {"full_stall_s": stalls[0], "delta_stall_s": stalls[1], "fleet_s": found["fleet_s"]}
+                source, channels, num_tokens = TimedSource(engine), dict[str, Any](), QUIET_TOKENS
+                for kind in kinds:
+                    channel_class = DeltaChannel if kind == "delta" else HttpChannel
+                    control = FleetControl(stream.fleet, stream.loop, SlowRelay(args.megabytes_per_s * 1e6))
+                    model = folder / "model"
+                    channel: Any = channel_class(source, OneRank(), control, host=Host(), model_folder=model)  # type: ignore[arg-type]
+                    stack.callback(channel.close)
+                    channels[kind] = channel, control
+                version = 0
+                for number in range(args.updates + 1):
+                    train()
+                    for kind, (channel, control) in channels.items():
+                        version += 1
+                        result, num_tokens = one_update(channel, control, source, stream, version, num_tokens)
+                        if number:
+                            found[kind].append(result)
+        full, delta = medians(found["full"]), medians(found["delta"])
+        stalls = [max(row["longest_wait_s"] - row["quiet_wait_s"], 0.0) for row in (full, delta)]
+        row: dict[str, Any] = {"size": size, "lr": rate, "full_s": full["publish_s"], "delta_s": delta["publish_s"]}
+        row |= {"time_ratio": full["publish_s"] / delta["publish_s"], "bytes_ratio": delta["share_of_full"]}
+        row |= {"full_stall_s": stalls[0], "delta_stall_s": stalls[1]}
+        row |= {"full": rounded({name: full[name] for name in PARTS})}
+        row |= {"delta": rounded({name: delta[name] for name in PARTS})}
+        row["delta_rounds_s"] = [float(f"{each['publish_s']:.3g}") for each in found["delta"]]
         rows.append(rounded(row))
         print(json.dumps(rows[-1]), flush=True)
     return rows
