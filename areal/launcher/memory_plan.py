@@ -246,8 +246,17 @@ def _accumulates(config: BaseExperimentConfig, tokens: int) -> bool:
     return tokens * config.actor.ppo_n_minibatches < per_rank
 
 
+def published_bytes(config: BaseExperimentConfig) -> int:
+    """Host memory of rank 0 for the weights that were published last (actor.weight_update_mode=delta)."""
+    if not isinstance(config, PPOConfig) or config.actor.weight_update_mode != "delta":
+        return 0
+    shape = ModelShape.read(config.actor.path)
+    return 0 if shape is None else shape.parameters * (2 if config.actor.dtype == "bfloat16" else 4)
+
+
 def memory_texts(config: BaseExperimentConfig, plan: LaunchPlan) -> dict[str, str]:
-    """Name of a process on the CPU -> what it needs in all. Without those whose models are not known."""
+    """Name of a process on the CPU -> what it needs in all; of rank 0 also the weights that it keeps in host memory.
+    Without those whose models are not known."""
     tokens = largest_micro_batch(config)
     on_gpu = any(process.gpus for process in plan.processes if process.role == "trainer")
     memory, texts = planned_memory(config, tokens, on_gpu=on_gpu), dict[str, str]()
@@ -261,6 +270,10 @@ def memory_texts(config: BaseExperimentConfig, plan: LaunchPlan) -> dict[str, st
             size = _gib(memory.activations * 1000 // tokens)
             each = f"{size} for 1,000 tokens of a micro-batch (at most {tokens:,}{once})"
             texts[process.name] = f"about {_gib(held)} in all and {each}"
+    rank_0 = next((process.name for process in plan.processes if process.role == "trainer"), "")
+    if published := published_bytes(config):
+        text = f"{_gib(published)} of host memory for the weights published last (delta)"
+        texts[rank_0] = f"{texts[rank_0]}, {text}" if rank_0 in texts else text
     return texts
 
 
@@ -295,6 +308,10 @@ def memory_problems(
         text = f"checkpoints need {_gib(copied)} of host memory"
         text += f" besides the {_gib(needed)} of weights, gradients and optimiser" if needed else ""
         yield f"recover.async_save: {text}, {has}: set it to false"
+    if needed <= host_bytes < needed + (published := published_bytes(config)):
+        text = f"rank 0 keeps {_gib(published)} of published weights in host memory"
+        text += f" besides the {_gib(needed)} of weights, gradients and optimiser" if needed else ""
+        yield f"actor.weight_update_mode: with delta {text}, {has}: set it to http"
     if on_gpu and card_bytes is not None and memory.peak > card_bytes * CARD_SHARE:
         key = "allocation_mode"
         if memory.activations > state:
