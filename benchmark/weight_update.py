@@ -18,8 +18,9 @@ weights are published after each optimiser step with AdamW at the learning rate,
 more numbers before), in turn with `delta` and, as another version, with `http`. Figures are medians over the rounds
 after the first. `bytes_ratio`: bytes of `delta` over those of `http`. `time_ratio`: the seconds of `http` over those of
 `delta`. `full` and `delta` have the seconds by part: `gather_s`, the trainer's weights in their published form;
-`compare_s`, the rest of the trainer (checksums, differences or writing); `pull_s`, the transfer and the copy on the
-disk of the server; `receive_s`, from there to its memory; `install_s`; `canary_s`, the probe and the rest of the fleet.
+`compare_s`, the rest of the trainer until it calls the fleet (differences, checksums, writing); `pull_s`, the transfer
+and the copy on the disk of the server; `receive_s`, from there to its memory; `install_s`; `canary_s`, the probe and
+the rest of the fleet.
 """
 
 from __future__ import annotations
@@ -176,23 +177,28 @@ class SlowRelay:
 
 
 class FleetControl:
-    """The trainer's line to a fleet in another thread. `seconds`: how long the last update took."""
+    """The trainer's line to a fleet in another thread. `start_s`: when the last update started; `seconds`: how long it
+    took."""
 
     def __init__(self, fleet: Fleet, loop: asyncio.AbstractEventLoop, relay: SlowRelay | None = None) -> None:
         self._fleet, self._loop, self._relay = fleet, loop, relay
-        self.seconds = 0.0
+        self.seconds = self.start_s = 0.0
+        self._running: Future[Any] | None = None
 
     def start_update(self, update: WeightUpdate) -> None:
-        return None  # `publish` does all of it
-
-    def publish(self, update: WeightUpdate) -> None:
-        start_s = time.perf_counter()
+        self.start_s = time.perf_counter()
         if (relay := self._relay) is not None:
             deltas = {base: relay.through(url) for base, url in update.deltas.items()}
             update = replace(update, path=relay.through(update.path), deltas=deltas)
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(self._fleet.update_weights(update), self._loop)
-        future.result(600)
-        self.seconds = time.perf_counter() - start_s
+        self._running = asyncio.run_coroutine_threadsafe(self._fleet.update_weights(update), self._loop)
+
+    def publish(self, update: WeightUpdate) -> None:
+        if self._running is None:
+            self.start_update(update)
+        running, self._running = self._running, None
+        assert running is not None
+        running.result(600)
+        self.seconds = time.perf_counter() - self.start_s
 
     def live_replicas(self, version: int) -> list[str]:
         return self._fleet.live_replicas(version)
@@ -319,7 +325,6 @@ def one_update(
     swapped_s, gathered_s = stream.swap_seconds(), source.seconds
     mark, start_s = len(stream.times), time.perf_counter()
     channel.publish(version)
-    published_s = time.perf_counter() - start_s
     channel.wait_served()
     total_s = time.perf_counter() - start_s
     stream.wait_for_tokens(3)
@@ -330,7 +335,7 @@ def one_update(
     row |= {name.rpartition("/")[2]: metric.value for name, metric in channel.metrics().items()}
     gather_s, parts = source.seconds - gathered_s, stream.parts
     pull_s, prepare_s = parts.get("pull_s", 0.0), parts["prepare_s"]
-    row |= {"gather_s": gather_s, "compare_s": published_s - gather_s, "pull_s": pull_s}
+    row |= {"gather_s": gather_s, "compare_s": control.start_s - start_s - gather_s, "pull_s": pull_s}
     row |= {"receive_s": prepare_s - pull_s, "install_s": parts["install_s"]}
     row["canary_s"] = control.seconds - prepare_s - parts["install_s"]
     return row, max(QUIET_TOKENS, len(during))

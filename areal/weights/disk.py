@@ -41,6 +41,8 @@ class FolderChannel(WeightChannel):
 
     _syncs = True
     """Versions survive a power failure."""
+    _sums = True
+    """The checksum is computed while weights are sent."""
 
     def __init__(self, source: WeightSource | AdapterSource, ranks: Ranks, control: FleetControl, folder: Path) -> None:
         """`folder`: parent of the versions."""
@@ -62,7 +64,7 @@ class FolderChannel(WeightChannel):
             self._control.start_update(self._update)
 
         self._update = self._version = None
-        checksum = send_once(self._source, self._ranks, version, send)
+        checksum = send_once(self._source, self._ranks, version, send, sums=self._sums)
         self._version = version
         return checksum or ""
 
@@ -205,6 +207,11 @@ class DeltaChannel(HttpChannel):
     """As `WeightUpdate.deltas`, with sizes in bytes."""
     _sent = (0.0, 0.0)
     """Bytes of the last version that a server with the version before copies, and of all its weights."""
+    _sums = False
+
+    def publish(self, version: int) -> str:
+        super().publish(version)
+        return self._image.checksum() if self._image is not None else ""  # while servers update
 
     def metrics(self) -> Metrics:
         sent, full = self._sent

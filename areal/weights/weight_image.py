@@ -20,7 +20,7 @@ from areal.models.checkpoint_files import INDEX
 from areal.system.durable import is_complete, publish_folder, writing_folder
 from areal.system.folder_delta import Piece, encode, pieces, words
 from areal.system.folders import FolderList
-from areal.weights.weight_files import MAX_FILE_BYTES, content_of, index_of, layout, plan_files
+from areal.weights.weight_files import MAX_FILE_BYTES, WeightsChecksum, content_of, index_of, layout, plan_files
 
 _AHEAD = 64
 """Blocks that are compared before the first of them is used: the most whose differences are in memory."""
@@ -84,6 +84,14 @@ class WeightImage:
         """After `take`: the list of the folder."""
         self._sealed = FolderList.of_contents({name: data.data for name, data in self._files.items()})
         return self._sealed
+
+    def checksum(self) -> str:
+        """After `take`: the checksum of the weights."""
+        found = WeightsChecksum()
+        for name, (file, begin, expected) in self._places.items():
+            content = torch.from_numpy(self._files[file][begin : begin + expected.nbytes])
+            found.add(name, content.view(expected.dtype).view(expected.shape))
+        return found.hexdigest()
 
     @property
     def num_bytes(self) -> int:

@@ -18,6 +18,7 @@ from areal.system.folders import FolderPuller
 from areal.system.network import TOKEN_VARIABLE, Host
 from areal.weights import disk
 from areal.weights.disk import DeltaChannel
+from areal.weights.weight_files import checksum_of
 from tests.expect import raises_code, serve
 from tests.fake_ranks import FakeRanks
 from tests.fixed_trainer import FixedTrainer
@@ -139,6 +140,7 @@ def test_after_the_first_version_differences_are_sent(setup: Setup) -> None:
         assert found["bytes"] == setup.copied[0][1]
         assert found["share_of_full"] == found["bytes"] / full < 0.02
     assert setup.machines.all[0].problems == [""] * 4
+    assert setup.channel.publish(4) == checksum_of(setup.engine, FakeRanks())
     left = {path.name for path in setup.channel._folder.iterdir()}
     assert left == {"v000001", "delta_v000002", "delta_v000003", "delta_v000004"}, "whole versions that were needed"
 
