@@ -17,13 +17,15 @@ from areal.api.errors import RequestError, ServerUnavailable
 from areal.fleet.replica import AnswerForm
 from areal.fleet.server_host import gateway
 from areal.fleet.sglang import PartReader, ServerFacts, SGLangReplica, generate_body
-from areal.system.folders import FolderServer
+from areal.system.folder_delta import write_delta
+from areal.system.folders import DELTA_FILE, FolderServer
 from areal.system.network import Host
 from tests.fleet.fake_server import FleetKit, until
 from tests.fleet.fake_sglang import RECORDING, FakeSGLang
 from tests.fleet.generation_parts import Chunks
 from tests.fleet.generation_parts import a_part as kit_part
 from tests.run_token import TOKEN
+from tests.system.test_folder_delta import changes
 
 PROMPT = [5, 9, 11, 30]
 FACTS = ServerFacts(
@@ -81,6 +83,15 @@ async def test_weights_over_http_are_copied_by_the_gateway_and_loaded_from_the_c
         (copied,) = tmp_path.glob("areal-*/*/v000004-*/model.safetensors")
         assert server.version == 4
         await replica.prepare_weights(WeightUpdate(version=4, kind="http", path=url), rank=0)
+        old, new = (Path(FleetKit(tmp_path, FakeSGLang).disk(version).path) for version in (4, 5))
+        (tmp_path / "delta").mkdir()
+        size, before = write_delta(tmp_path / "delta" / DELTA_FILE, changes(old, new)), replica.pulled_bytes
+        deltas = {url.rpartition("/")[2]: source.offer(tmp_path / "delta")}
+        update = WeightUpdate(version=5, kind="http", path=source.offer(new), deltas=deltas)
+        await replica.update_weights(update, rank=0, mode="abort")
+        assert (server.version, replica.pulled_bytes - before, replica.failed_deltas) == (5, size, 0)
+        (made,) = tmp_path.glob("areal-*/*/v000005-*/model.safetensors")
+        assert made.read_bytes() == (new / "model.safetensors").read_bytes() != copied.read_bytes()
         with pytest.raises(RequestError) as error:
             await replica.prepare_weights(WeightUpdate(version=5, kind="http", path=url[:-1]), rank=0)
         assert error.value.code == "weights.unknown_trainer"
