@@ -260,7 +260,7 @@ class Rebuilding:
     """A process that is ready for one call of `rebuild`. It ends with it, with `close` or with this process."""
 
     def __init__(self, lock: int) -> None:
-        """`lock`: descriptor of a lock on the folder, which the process holds too: it may outlive this one."""
+        """`lock`: descriptor of a lock on the folder, which the process holds too, also after a kill of this one."""
         pipe, argv = subprocess.PIPE, [sys.executable, "-m", __name__]
         self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True, pass_fds=[lock])
 
