@@ -62,8 +62,9 @@ def measured(path: Path, case: str, threads: int) -> dict[str, float]:
         from areal.inference.sequence import SamplingParams, Sequence  # pyright: ignore
 
     torch.set_num_threads(threads)
-    rows, dtype = int(case.split(":")[0]), case.split(":")[1]
-    config = NativeServerConfig(dtype=dtype, max_running_requests=rows, context_length=512)
+    rows, dtype, *quantization = case.split(":")
+    rows, options = int(rows), {"quantization": quantization[0]} if quantization else {}
+    config = NativeServerConfig(dtype=dtype, max_running_requests=rows, context_length=512, **options)
     engine = build_engine(config, path, "cpu", deliver=lambda *_: None, on_failure=lambda _: None)
     generator = torch.Generator().manual_seed(0)
     for seed in range(rows):
@@ -127,7 +128,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", type=Path, help="checkpoint (default: random weights in SmolLM2's shape)")
     parser.add_argument(
-        "--cases", nargs="+", default=["1:bfloat16", "64:bfloat16", "16:float32"], help="ROWS:DTYPE or train:DTYPE"
+        "--cases",
+        nargs="+",
+        default=["1:bfloat16", "64:bfloat16", "16:float32"],
+        help="ROWS:DTYPE[:QUANTIZATION] or train:DTYPE",
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--versus", metavar="REV", help="a commit, measured in turn with this tree")

@@ -23,6 +23,7 @@ from areal.inference.attention import ATTENTION_NAME, register_attention
 from areal.inference.engine import Engine, _race
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner
 from areal.inference.prefix_cache import BlockPool
+from areal.inference.quantization import SCHEMES, QuantizedLinear
 from areal.inference.scheduler import SamplingParams, Scheduler, Sequence
 from areal.weights.weight_files import WeightsChecksum
 from tests.engine import engine_cases as cases
@@ -271,3 +272,19 @@ def rollout_difference(
     gap = ours - theirs
     k3 = (gap.exp() - 1 - gap).mean().item()
     return Difference(mean=gap.abs().mean().item(), maximum=gap.abs().max().item(), k3=k3)
+
+
+QUANTIZED_LIMITS = {"int8": 0.02, "fp8": 0.06, "int4": 0.15}
+
+
+def quantized_error(device: torch.device, kind: str) -> float:
+    """Largest error of the products of quantised weights, with few rows and many, relative to the largest output."""
+    torch.manual_seed(0)
+    exact = torch.nn.Linear(256, 512, dtype=torch.bfloat16, device=device).requires_grad_(False)
+    layer, errors = QuantizedLinear(exact, SCHEMES[kind]), list[float]()
+    for rows in (1, 64):
+        states = torch.randn(rows, 256, dtype=torch.bfloat16, device=device)
+        wanted = exact.double()(states.double())
+        errors.append(((layer(states) - wanted).abs().max() / wanted.abs().max()).item())
+        exact.bfloat16()
+    return max(errors)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import Qwen2Config
 
@@ -73,6 +74,11 @@ def test_sampling_and_the_difference_between_rollout_and_trainer(tmp_path):
     rounded = bodies.rollout_difference(CPU, tmp_path, head_dtype="compute", **sizes)
     exact = bodies.rollout_difference(CPU, tmp_path, head_dtype="float32", **sizes)
     assert exact.mean < rounded.mean < 0.2
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_quantized_products(kind):
+    assert 0 < bodies.quantized_error(CPU, kind) < bodies.QUANTIZED_LIMITS[kind]
 
 
 def test_decode_graphs(tmp_path, monkeypatch):

@@ -84,3 +84,10 @@ def test_two_processes_on_one_card_get_an_error_and_live(gpu):
     assert answers.get(timeout=120).startswith("error")
     peer.join(60)
     assert peer.exitcode == 0, "an error, no abort"
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_products_of_quantised_weights(gpu, kind):
+    found = bodies.quantized_error(gpu, kind)
+    print(f"{torch.cuda.get_device_name()}, {kind}: largest error {found:.4f} of the largest output")  # noqa: T201
+    assert 0 < found < bodies.QUANTIZED_LIMITS[kind]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,15 @@ from torch import nn
 from areal.api.errors import ConfigError, RequestError
 from areal.inference.quantization import SCHEMES, QuantizedLinear, quantize, quantized_layers, widened
 from areal.inference.weight_update import ServedWeights, weight_bytes
+from areal.system.network import TOKEN_VARIABLE
+from tests.expect import serve
+from tests.fixed_trainer import FixedTrainer
+from tests.inference.test_adapters import load, write_adapter
+from tests.inference.test_paged_kernel import with_graphs
+from tests.system.test_delta_transfer import copied
+from tests.weights.test_delta_channel import Machine, Machines, new_channel, step
+
+__all__ = ("copied", "write_adapter")
 
 KINDS = sorted(SCHEMES)
 # Half of the largest step between two codes, relative to the largest weight of a row or group.
@@ -197,6 +207,26 @@ def test_an_update_gives_the_bits_of_a_model_that_was_loaded_with_the_new_weight
     assert after.logprobs != before.logprobs
 
 
+def test_decode_graphs_compute_with_the_codes_of_an_update(build_model, drive, prompts, monkeypatch):
+    """A graph has fixed addresses; three updates use both copies of the codes."""
+    model, found = build_model("qwen3-gqa"), []
+    quantize(model, "int8")
+    for is_graphed in (False, True):
+        if is_graphed:
+            with_graphs(monkeypatch)
+        driver = drive(model, max_running=4)
+        assert (driver.engine.runner._graphs is not None) == is_graphed
+        for seed in (1, 2, 3):
+            sequences = [driver.add(prompt, max_new_tokens=12) for prompt in prompts[:4]]
+            driver.run()
+            found.append([sequence.token_ids for sequence in sequences])
+            for name, value in build_model("qwen3-gqa", seed).state_dict().items():
+                driver.engine.weights.receive_value(name, value)
+            driver.engine.install_weights(str(seed), "retract")
+    assert found[:3] == found[3:]
+    assert found[0] != found[1] != found[2]
+
+
 def test_a_weight_that_is_not_finite_leaves_the_old_ones(build_model):
     model = build_model("qwen3-gqa")
     quantize(model, "int8")
@@ -244,3 +274,40 @@ async def test_a_folder_reaches_the_weights_of_a_server(options, serve_with, che
         second = await served.generate()
         assert second["meta_info"]["weight_versions"][0]["version"] == "1"
         assert first["meta_info"]["output_token_logprobs"] != second["meta_info"]["output_token_logprobs"]
+
+
+def test_adapters_are_served_on_a_quantised_model(build_model, drive, write_adapter, prompts, reference_logprobs):
+    model = build_model("qwen3-gqa")
+    quantize(model, "int8")
+    folder, merged = write_adapter(with_plain_weights(model), 1, 4)
+    driver = drive(model, max_prefill_tokens=32)
+    number = load(driver, folder)
+    each = [driver.add(prompt, adapter=number) for prompt in prompts[:5]]
+    driver.run()
+    for sequence in each:
+        exact = reference_logprobs(merged, sequence.token_ids)[sequence.num_prompt - 1 : -1]
+        chosen = exact.gather(1, torch.tensor(sequence.answer_ids)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(sequence.logprobs), chosen, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_differences_of_weights_reach_a_server_that_keeps_the_stored_form_on_its_disk(
+    build_model, tmp_path, monkeypatch, copied, kind
+):
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    trained = build_model("qwen3-gqa").bfloat16()
+    machine = Machine(tmp_path / "server")
+    machine.model = copy.deepcopy(trained)
+    quantize(machine.model, kind)
+    channel = new_channel(FixedTrainer(trained), Machines([machine]))
+    for version in (1, 2, 3):
+        serve(channel, version)
+        wanted = copy.deepcopy(trained)
+        quantize(wanted, kind)
+        assert equal(held_by(machine.model), held_by(wanted))
+        step(trained)
+    channel.close()
+    machine.puller.close()
+    assert machine.problems == ["", "", ""]
+    assert {"delta_v000002", "delta_v000003"} <= {name for name, size in copied if size}
