@@ -62,8 +62,9 @@ def measured(path: Path, case: str, threads: int) -> dict[str, float]:
         from areal.inference.sequence import SamplingParams, Sequence  # pyright: ignore
 
     torch.set_num_threads(threads)
-    rows, dtype, *quantization = case.split(":")
-    rows, options = int(rows), {"quantization": quantization[0]} if quantization else {}
+    count, dtype, *quantization = case.split(":")
+    rows = int(count)
+    options: dict[str, Any] = {"quantization": quantization[0]} if quantization else {}  # no option of older commits
     config = NativeServerConfig(dtype=dtype, max_running_requests=rows, context_length=512, **options)
     engine = build_engine(config, path, "cpu", deliver=lambda *_: None, on_failure=lambda _: None)
     generator = torch.Generator().manual_seed(0)
