@@ -42,6 +42,7 @@ def test_a_server_with_swapped_layers_is_updated_again_and_then_restarted(
 ):
     (tmp_path / "sitecustomize.py").write_text(SWAPPED_LAYERS.format(flag=str(tmp_path / "flag")))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("AREAL_PRELOAD", "0")  # each process imports sitecustomize at its start
     is_over = tmp_path / "is_over"
     (tmp_path / "slow.py").write_text(REWARD.format(is_over=is_over))
     few = tmp_path / "held_out.jsonl"  # their rewards are slow too

@@ -88,6 +88,7 @@ def test_a_kill_at_each_stage_of_the_write_of_an_image_loses_nothing(tmp_path, m
     (tmp_path / "config.yaml").write_text(config)
     (tmp_path / "reward.py").write_text(REWARD)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).with_name("kill_in_images")))
+    monkeypatch.setenv("AREAL_PRELOAD", "0")  # each process imports sitecustomize at its start
     monkeypatch.setenv("KILLED_IN_IMAGES", str(killed))
     run = Run(
         arguments=["--config", str(tmp_path / "config.yaml")],

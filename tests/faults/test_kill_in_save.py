@@ -37,6 +37,7 @@ def test_a_kill_at_each_stage_of_a_save_leaves_the_older_checkpoint(
     killed = tmp_path / "killed"
     killed.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).with_name("kill_in_save")))
+    monkeypatch.setenv("AREAL_PRELOAD", "0")  # each process imports sitecustomize at its start
     monkeypatch.setenv("KILLED_IN_SAVE", str(killed))
     run = make_run("recover.freq_steps=2", "total_train_steps=24", *overrides)
     run.wait_for_the_end()
