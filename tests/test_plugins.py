@@ -279,14 +279,7 @@ def test_a_tracker(config):
 def test_the_recipes_name_files_that_exist():
     root = Path(__file__).parents[1]
     recipes = (root / "CONTRIBUTING.md").read_text().partition("## Recipes")[2]
-    things = (
-        "policy loss",
-        "advantage estimator",
-        "workflow",
-        "inference backend",
-        "tracker",
-        "optimiser",
-    )
+    things = ("policy loss", "advantage estimator", "workflow", "inference backend", "tracker", "optimiser")
     for title in things:
         assert re.search(rf"^### An? {title}$", recipes, re.M)
     names = {word.strip("`") for word in recipes.split() if word.startswith(("`areal/", "`tests/", "`docs/"))}

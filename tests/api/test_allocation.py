@@ -152,10 +152,7 @@ def test_what_this_version_launches(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (
-            "native:d2t2+fsdp:d1",
-            "native:d2 or sglang:d2t2",
-        ),
+        ("native:d2t2+fsdp:d1", "native:d2 or sglang:d2t2"),
         ("native:d2p2+fsdp:d1", "native:d2 or sglang:d2t2"),
         ("sglang:d2t2p2+fsdp:d1", "sglang:d2t4"),
         ("vllm:d1p2+fsdp:d1", "vllm:d1t2"),

@@ -10,13 +10,7 @@ import pytest
 import torch
 
 from areal.algorithm.correction import Spans, correct
-from areal.api.config import (
-    CorrectionRule,
-    GRPOConfig,
-    RolloutCorrectionConfig,
-    SFTConfig,
-    load_config,
-)
+from areal.api.config import CorrectionRule, GRPOConfig, RolloutCorrectionConfig, SFTConfig, load_config
 from areal.api.errors import ConfigError
 from tests.api.areal_files import GRPO, SFT
 

@@ -114,10 +114,7 @@ def test_what_is_not_implemented_is_refused(grpo, override: str, path: str) -> N
     assert [(problem.path, problem.code) for problem in caught.value.problems] == [(path, "config.unsupported")]
 
 
-@pytest.mark.parametrize(
-    "override",
-    ["enable_offload=true", "actor.pad_to_maximum=true", "gconfig.lora_name=mine"],
-)
+@pytest.mark.parametrize("override", ["enable_offload=true", "actor.pad_to_maximum=true", "gconfig.lora_name=mine"])
 def test_what_changes_nothing_here_is_noticed(grpo, caplog, override: str) -> None:
     with caplog.at_level(logging.WARNING):
         grpo(override)

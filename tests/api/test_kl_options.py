@@ -35,11 +35,7 @@ def test_what_goes_together(load, overrides):
         ([ADAPTIVE, REF, "actor.kl_ctl=0"], "actor.kl_ctl", "config.conflict"),
         (["actor.kl_loss_coef=1"], "actor.kl_loss_coef", "config.missing_requirement"),
         ([REF, "actor.kl_estimator=full"], "actor.kl_top_k", "config.missing_requirement"),
-        (
-            [REF, "actor.kl_loss_coef=1", "actor.kl_loss_estimator=full"],
-            "actor.kl_top_k",
-            "config.missing_requirement",
-        ),
+        ([REF, "actor.kl_loss_coef=1", "actor.kl_loss_estimator=full"], "actor.kl_top_k", "config.missing_requirement"),
         (
             [REF, "actor.kl_loss_coef=1", "actor.kl_loss_estimator=k3+", "actor.kl_loss_correction=old"],
             "actor.kl_loss_correction",

@@ -131,12 +131,7 @@ def test_an_unknown_file_is_for_the_first_kind_whatever_is_missing(load, kind):
         (DPO, ["dpo.label_smoothing=0.5"], "dpo.label_smoothing", "config.out_of_range"),
         (DPO, ["dpo.beta=0"], "dpo.beta", "config.out_of_range"),
         (GRPO, ["train_dataset.truncation=left"], "train_dataset.truncation", "config.conflict"),
-        (
-            SFT,
-            ["sft.loss_aggregation=seq-mean-token-sum-norm"],
-            "sft.loss_scale_tokens",
-            "config.missing_requirement",
-        ),
+        (SFT, ["sft.loss_aggregation=seq-mean-token-sum-norm"], "sft.loss_scale_tokens", "config.missing_requirement"),
         (SFT, ["sft.train_on=first"], "sft.train_on", "config.not_a_choice"),
     ],
 )

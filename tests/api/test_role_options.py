@@ -63,11 +63,7 @@ def test_these_load(load, overrides):
         ([SERVERS, "teacher.top_k=8"], "teacher.top_k", "config.conflict"),
         ([SERVERS, "gconfig.temperature=0.5"], "teacher.servers", "config.conflict"),
         (["teacher={path: /models/tiny, average_decay: 0.9}"], "teacher.dtype", "config.conflict"),
-        (
-            ["teacher={path: /models/big, dtype: float32, average_decay: 0.9}"],
-            "teacher.path",
-            "config.conflict",
-        ),
+        (["teacher={path: /models/big, dtype: float32, average_decay: 0.9}"], "teacher.path", "config.conflict"),
         ([JUDGE, "actor.adv_estimator=remax"], "actor.adv_estimator", "config.conflict"),
         (
             [JUDGE, "reward_fn=", "rollout.should_accept_fn=mixed_rewards"],

@@ -15,11 +15,7 @@ def load(load):
 
 @pytest.mark.parametrize(
     ("text", "url"),
-    [
-        ("127.0.0.1:80", "http://127.0.0.1:80"),
-        ("http://h:80/", "http://h:80"),
-        ("[::1]:80", "http://[::1]:80"),
-    ],
+    [("127.0.0.1:80", "http://127.0.0.1:80"), ("http://h:80/", "http://h:80"), ("[::1]:80", "http://[::1]:80")],
 )
 def test_addresses_of_servers(text: str, url: str) -> None:
     assert server_url(text) == url

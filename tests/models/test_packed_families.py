@@ -42,13 +42,7 @@ CHOOSING = {
     "qwen4_exp_text",
 }  # fmt: skip
 """Their tokens see those that an indexer chooses, or those of their chunk."""
-SPARSE = (
-    "glm5_next",
-    "deepseek_v4",
-    "inkling_text",
-    "recurrent_gemma",
-    "rwkv",
-)
+SPARSE = ("glm5_next", "deepseek_v4", "inkling_text", "recurrent_gemma", "rwkv")
 """Their tokens choose the tokens that they see, see blocks of them, or add positions to scores."""
 LENGTHS = [5, 9, 70, 9, 1, 14, 5, 7, 3]  # linear attention computes chunks of 64 tokens
 

@@ -241,12 +241,7 @@ _IN_LOSS = given("/ref") & above("kl_loss_coef", 0)
 class KLOptions:
     """Penalties on the divergence from the reference."""
 
-    kl_ctl: float = number(
-        0.0,
-        low=0,
-        relevant=REWARDS,
-        also="verl: algorithm.kl_ctrl.kl_coef; ROLL: init_kl_coef",
-    )
+    kl_ctl: float = number(0.0, low=0, relevant=REWARDS, also="verl: algorithm.kl_ctrl.kl_coef; ROLL: init_kl_coef")
     """Coefficient of the per-token KL penalty in the reward; 0 = no penalty. If not given, 0.1 with a `ref`, else 0."""
     kl_estimator: str = choice(
         "k1", "k1", "k2", "k3", "abs", "full", relevant=_IN_REWARD, also="verl: algorithm.kl_penalty"

@@ -187,9 +187,7 @@ LEGACY: dict[str, dict[str, LegacyRule]] = {
             why="`profile_steps`, counted from 0, become `perf_tracer.profile_steps`; a snapshot has 100,000 events",
         ),
     },
-    "PPOConfig": {
-        "dynamic_bs": _move("rollout.dynamic_bs"),
-    },
+    "PPOConfig": {"dynamic_bs": _move("rollout.dynamic_bs")},
     "TrainEngineConfig": {
         **_NAMES,
         **_SCHEDULING,
@@ -240,7 +238,7 @@ LEGACY: dict[str, dict[str, LegacyRule]] = {
         **dict.fromkeys(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _NO_FLOAT16),
     },
     "GenerationHyperparameters": {
-        "lora_name": _ignore("requests name the adapter of their policy version", is_silent=False),
+        "lora_name": _ignore("requests name the adapter of their policy version", is_silent=False)
     },
     "InferenceEngineConfig": {
         **_PLACE,
@@ -256,7 +254,7 @@ LEGACY: dict[str, dict[str, LegacyRule]] = {
     },
     "ClusterSpecConfig": {"cluster_name": _ignore("AReaL does not use it either")},
     "NameResolveConfig": {
-        "ray_actor_name": _accept("ray_kv_store", why="the actor of `type: ray` is named after the run"),
+        "ray_actor_name": _accept("ray_kv_store", why="the actor of `type: ray` is named after the run")
     },
     "EvaluatorConfig": _PLACE,
     "RecoverConfig": _PLACE,

@@ -104,12 +104,7 @@ class SequenceLevelOptions:
 
     advantage: str = choice("mean", "mean", "token")
     """Advantage of a token: mean = mean over its sequence (AReaL), token = its own (GSPO-token, verl, cosmos-rl)."""
-    gradient: str = choice(
-        "shared",
-        "shared",
-        "own",
-        relevant=_SPLITS,
-    )
+    gradient: str = choice("shared", "shared", "own", relevant=_SPLITS)
     """Gradient of the ratio: shared = all tokens of the sequence (AReaL, cosmos-rl), own = its token (GSPO-token)."""
     max_log_ratio: float | None = number(None, above=0)
     """Maximum log-ratio of a sequence, with zero gradient above (verl and cosmos-rl: 10); null = no limit (AReaL)."""
