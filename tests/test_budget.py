@@ -39,7 +39,7 @@ BUDGET = {
     "fleet": Size(6242, 15, 0),
     "importers": Size(3450, 8, 0),
     "inference": Size(6146, 18, 0),
-    "launcher": Size(8631, 25, 0),
+    "launcher": Size(8632, 25, 0),
     "ledger": Size(3991, 11, 0),
     "models": Size(1492, 10, 0),
     "observe": Size(2092, 11, 0),
@@ -54,7 +54,7 @@ BUDGET = {
     "weights": Size(1175, 7, 0),
     "workflow": Size(1774, 8, 0),
 }
-TESTS_LINES = 97270
+TESTS_LINES = 97395
 
 
 def option_classes() -> Iterator[type[Any]]:

@@ -92,7 +92,9 @@ def rank_memory(
             copied += int(learned * ((4 if model.has_masters else width) + state)) // dims.world_size
         if ranks > 1 or (trained and width < 4):
             alone = not on_gpu and ranks == dims.tp * dims.pp  # then the engine gathers all weights once
-            size = _gathered(shape, width, trained=trained and model.lora is None, at_once=alone)
+            in_8_bits = model.fp8 is not None and model.fp8.recipe == "tensorwise" and dims.tp == 1 and not model.lora
+            learns = trained and model.lora is None
+            size = _gathered(shape, width, 1 if in_8_bits else width, trained=learns, at_once=alone)
             gathered = max(gathered, size // dims.tp)
     return RankMemory(
         weights=weights,
@@ -199,16 +201,15 @@ def activation_bytes(
     return tokens * (block * shape.layers + ends) + max(tokens * passing, logits)
 
 
-def _gathered(shape: ModelShape, width: int, *, trained: bool, at_once: bool) -> int:
-    """Two blocks (one is gathered ahead) and the outer unit, or all of them `at_once`, in the compute type; gradients
-    and their float32 copies."""
+def _gathered(shape: ModelShape, width: int, block_width: int, *, trained: bool, at_once: bool) -> int:
+    """Two blocks (one is gathered ahead) and the outer unit, or all of them `at_once`, in the compute type, blocks in
+    8 bits where `block_width` is 1; gradients and their float32 copies."""
     outer = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
     block = (shape.text_parameters - outer) // shape.layers
     tower = 0 if shape.vision is None else shape.vision.parameters  # one unit: gathered for a pass of the tower
     outer += 0 if at_once else tower
-    return width * (shape.parameters if at_once else 2 * block + outer) + (
-        (width + 4) * block + width * outer if trained else 0
-    )
+    weights = width * shape.parameters if at_once else block_width * 2 * block + width * outer
+    return weights + ((width + 4) * block + width * outer if trained else 0)
 
 
 def planned_memory(config: BaseExperimentConfig, tokens: int, *, on_gpu: bool) -> RankMemory | None:

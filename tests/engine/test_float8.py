@@ -396,3 +396,26 @@ def test_loaded_weights_have_new_scales(model, folder, name):
         torch.testing.assert_close(
             logprobs(engine, take(batch, part)), expected, rtol=0, atol=2e-6 if name == "adam" else 2e-2
         )
+
+
+def on_tensor_ranks(mesh, folder: Path) -> list[float]:
+    """Gaps of log-probabilities to those of one rank: with FP8 on both, and without on the other; converted layers."""
+    path, batch, found = folder / "wide", cases.make_batch(), list[float]()
+    for recipe in (ROWWISE, TENSORWISE):
+        engine = cases.make_engine(path, mesh, fp8=recipe)
+        ranks, alone = logprobs(engine, batch), logprobs(cases.make_engine(path, fp8=recipe), batch)
+        plain = logprobs(cases.make_engine(path), batch)
+        found += [(ranks - alone).abs().mean().item(), (ranks - plain).abs().mean().item(), len(converted(engine))]
+        cases.train(engine, batch)
+        assert logprobs(engine, batch).isfinite().all()
+    return found
+
+
+def test_tensor_ranks_scale_their_own_columns(model, tmp_path):
+    (tmp_path / "wide").symlink_to(model.parent / "qwen3_wide")
+    for rows, to_plain, count, tensor, tensor_to_plain, same in run_ranks(
+        on_tensor_ranks, tmp_path, ParallelDims(dp=1, tp=2)
+    ):
+        assert count == same == LINEAR
+        assert 0 < rows < to_plain < 0.1
+        assert 0 < tensor < 2 * tensor_to_plain < 0.3

@@ -12,7 +12,7 @@ ROOT = FOLDER.parent.parent
 LIMIT_S = 600
 COMMANDS = {
     1: ["test_part1_kernels.py"],
-    2: ["test_part2_engine.py"],
+    2: ["test_part2_engine.py", "test_part2_float8.py"],
     3: ["test_part3_rollout.py"],
     4: ["test_part4_runs.py"],
     5: ["test_part5_speed.py"],

@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal.algorithm.losses import policy_loss
 from areal.algorithm.policy_loss import CHOSEN, PolicyTokens
-from areal.api.config import FSDPEngineConfig, PolicyLossOptions, TrainEngineConfig
+from areal.api.config import Float8Config, FSDPEngineConfig, PolicyLossOptions, TrainEngineConfig
 from areal.api.registry import entries
-from areal.data.pack import rows_to_train_batch
+from areal.data.balance import balanced_parts
+from areal.data.pack import rows_to_train_batch, take
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.linear_logprobs import linear_logprobs
 from areal.engine.mesh import TrainerMesh
@@ -288,3 +289,22 @@ def quantized_error(device: torch.device, kind: str) -> float:
         errors.append(((layer(states) - wanted).abs().max() / wanted.abs().max()).item())
         exact.bfloat16()
     return max(errors)
+
+
+def float8_error(device: torch.device, folder: Path, recipe: str) -> float:
+    """Largest relative distance (2-norm) of a float32 gradient in FP8 on `device` from that of torchao's emulation."""
+    batch, options = cases.make_batch(), {"fp8": Float8Config(recipe=recipe)}
+    ours, emulated = (
+        cases.gradients(cases.make_engine(folder, TrainerMesh(0, 1, each), **options), batch)
+        for each in (device, torch.device("cpu"))
+    )
+    return max(((ours[name].cpu() - value).norm() / value.norm()).item() for name, value in emulated.items())
+
+
+def float8_ranks(mesh: TrainerMesh, folder: Path) -> list[float]:
+    """Log-probabilities of this rank's rows, whose weights were gathered in 8 bits, and those of one card."""
+    batch = take(cases.make_batch(), balanced_parts(cases.LENGTHS, 2)[mesh.dp_rank])
+    options = {"fp8": Float8Config(recipe="tensorwise"), "dtype": "bfloat16"}
+    ranks = cases.make_engine(folder / "model", mesh, **options).forward(batch).logprobs
+    alone = cases.make_engine(folder / "model", TrainerMesh(0, 1, mesh.device), **options).forward(batch).logprobs
+    return [(ranks - alone).abs().mean().item(), alone.abs().mean().item()]

@@ -8,9 +8,11 @@ from transformers import Qwen2Config
 
 from areal.api.config import MicroBatchSpec
 from areal.engine.packed_attention import _sdpa_per_sequence
+from tests.engine import mesh_cases
 from tests.gpu import bodies
 from tests.gpu.__main__ import main
 from tests.inference.test_paged_kernel import with_graphs
+from tests.rank_processes import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -31,6 +33,15 @@ def test_kernels():
 def test_engine(models, tmp_path):
     assert bodies.gradient_error(CPU, models / "qwen3", gradient_checkpointing=True) < 1e-5
     assert bodies.recovered_equals_unbroken(CPU, models / "qwen3", tmp_path / "state")
+
+
+def test_float8(tmp_path):
+    pytest.importorskip("torchao", reason="the extra quantization")
+    mesh_cases.write_models(tmp_path)
+    assert bodies.float8_error(CPU, tmp_path / "qwen3", "rowwise") == 0.0
+    (tmp_path / "model").symlink_to(tmp_path / "qwen3")
+    for difference, size in run_ranks(bodies.float8_ranks, tmp_path):
+        assert difference < 1e-2 * size
 
 
 def test_losses_and_training_of_rows(models):

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausa
 
 from areal.api.allocation import ParallelDims
 from areal.api.config import FSDPEngineConfig, GRPOConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from areal.api.config.train import LoRAConfig
+from areal.api.config.train import Float8Config, LoRAConfig
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.hf_model import compute_buffers, other_towers
 from areal.engine.mesh import TrainerMesh
@@ -47,6 +47,20 @@ def measured_peak(config: TrainEngineConfig) -> int:
         now += event.nbytes()
         peak = max(peak, now)
     return peak
+
+
+def test_blocks_that_are_gathered_in_8_bits_have_one_byte_a_weight(tmp_path):
+    Qwen2Config(**SIZES | SHAPES["deep"], max_position_embeddings=64).save_pretrained(tmp_path)
+    shape = ModelShape.read(str(tmp_path))
+    assert shape is not None
+    block = (shape.parameters - 1000 * 128) // 8
+    plain = TrainEngineConfig(path="m", optimizer=OptimizerConfig())
+    found = [
+        rank_memory([(model, shape)], dims=ParallelDims(dp=4), tokens=100, on_gpu=True)
+        for model in (plain, replace(plain, fp8=Float8Config(recipe="tensorwise")), replace(plain, fp8=Float8Config()))
+    ]
+    assert found[0].gathered - found[1].gathered == 2 * block
+    assert found[0] == found[2] == replace(found[1], gathered=found[0].gathered)
 
 
 @pytest.mark.slow
