@@ -29,14 +29,14 @@ class Size(NamedTuple):
 BUDGET = {
     "agent": Size(6512, 20, 0),
     "algorithm": Size(2501, 17, 33),
-    "api": Size(8961, 28, 582),
+    "api": Size(8964, 28, 582),
     "areal": Size(66, 2, 0),
     "cli": Size(3824, 17, 0),
     "data": Size(3780, 17, 0),
     "engine": Size(8288, 27, 0),
     "environments": Size(1994, 13, 0),
     "evaluate": Size(968, 5, 0),
-    "fleet": Size(6242, 15, 0),
+    "fleet": Size(6243, 15, 0),
     "importers": Size(3450, 8, 0),
     "inference": Size(6146, 18, 0),
     "launcher": Size(8632, 25, 0),
@@ -54,7 +54,7 @@ BUDGET = {
     "weights": Size(1175, 7, 0),
     "workflow": Size(1774, 8, 0),
 }
-TESTS_LINES = 97395
+TESTS_LINES = 97500
 
 
 def option_classes() -> Iterator[type[Any]]:

@@ -348,7 +348,13 @@ class FleetKit:
         return server
 
     async def fleet(
-        self, num_servers: int, *, abandoned: range = range(0), vision: RunImages | None = None, **config: Any
+        self,
+        num_servers: int,
+        *,
+        abandoned: range = range(0),
+        vision: RunImages | None = None,
+        dtype: str = "float32",
+        **config: Any,
     ) -> Fleet:
         settings: dict[str, Any] = {
             "health_check_interval_s": 0.03,
@@ -361,7 +367,7 @@ class FleetKit:
             InferenceEngineConfig(**settings),
             self.server_class.client,
             abandoned=abandoned,
-            dtype="float32",
+            dtype=dtype,
             vision=vision,
         )
         self.fleets.append(fleet)

@@ -247,6 +247,18 @@ async def test_a_trainer_of_few_bits_may_differ_more(kit: FleetKit, dtype: str, 
         await fleet.update_weights(kit.disk(version + 1))
 
 
+async def test_quantised_servers_are_compared_with_each_other_and_loosely_with_the_trainer(kit: FleetKit) -> None:
+    fleet = await fleet_of(kit, (), (), (0.2,), dtype="quantized")
+    report = await fleet.update_weights(kit.disk(1))
+    assert report is not None
+    assert report.differing == ["server-2"]
+    for shift, differing in ((1e-3, []), (6.0, []), (11.0, ["server-0", "server-1"])):
+        report = await fleet.compare(score(fleet, 1, shift=shift))
+        assert report is not None
+        assert report.tolerance == 10.0
+        assert report.differing[:2] == differing
+
+
 async def test_replicas_that_are_all_wrong_are_updated_again_and_then_rejected(kit: FleetKit) -> None:
     fleet = await fleet_of(kit, (SWAPPED, SWAPPED, SWAPPED), (SWAPPED, SWAPPED, SWAPPED))
     report = await fleet.update_weights(kit.disk(1))

@@ -184,7 +184,7 @@ def test_rounded_weights_without_a_correction_are_pointed_out():
     actor = {"path": "org/model", "optimizer": OptimizerConfig()}
     for correction in ({"use_decoupled_loss": True}, {"rollout_correction": RolloutCorrectionConfig(upper=2)}):
         assert not notices(config_of("native", native=native, actor=PPOActorConfig(**actor, **correction)))
-    assert config_of("native", native=native).served_dtype == "bfloat16"
+    assert config_of("native", native=native).served_dtype == "quantized"
     (text,) = notices(config_of("vllm", vllm={"quantization": "fp8"}))
     assert text.startswith("areal: vllm.quantization=fp8: ")
 

@@ -568,8 +568,11 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def served_dtype(self) -> str:
-        """In which the servers compute, as far as it bounds how much equal weights may differ."""
-        return self.native.dtype if self.server_backend == "native" and not self.served_quantization else "bfloat16"
+        """In which the servers compute, as far as it bounds how much equal weights may differ; quantized = the servers
+        round the trainer's weights."""
+        if self.served_quantization:
+            return "quantized"
+        return self.native.dtype if self.server_backend == "native" else "bfloat16"
 
     @property
     def served_quantization(self) -> str:
