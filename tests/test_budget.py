@@ -38,7 +38,7 @@ BUDGET = {
     "evaluate": Size(968, 5, 0),
     "fleet": Size(6243, 15, 0),
     "importers": Size(3450, 8, 0),
-    "inference": Size(6146, 18, 0),
+    "inference": Size(6148, 18, 0),
     "launcher": Size(8632, 25, 0),
     "ledger": Size(3991, 11, 0),
     "models": Size(1492, 10, 0),

@@ -158,18 +158,20 @@ def quantize(model: PreTrainedModel, kind: str) -> None:
     if what:
         raise ConfigError(quantization_refusal(kind, what), code="model.unsupported")
     scheme, decoder = SCHEMES[kind], model.get_decoder()
-    layers = {
-        name: module
+    names = [
+        name
         for name, module in decoder.named_modules()
         if type(module) is nn.Linear and _IN_BLOCK.search(name) and scheme.fits(module.out_features, module.in_features)
-    }
-    if not layers:
+    ]
+    if not names:
         raise ConfigError(quantization_refusal(kind, "no linear layers of a fitting size"), code="model.unsupported")
-    before = sum(layer.weight.nbytes for layer in layers.values())
-    for name, layer in layers.items():
-        parent, _, own = name.rpartition(".")
-        setattr(decoder.get_submodule(parent), own, QuantizedLinear(layer, scheme))
-    after = sum(tensor.nbytes for layer in quantized_layers(model) for tensor in layer.held)
+    for name in names:  # a weight is freed before the next one is rounded
+        path, _, own = name.rpartition(".")
+        parent = decoder.get_submodule(path)
+        setattr(parent, own, QuantizedLinear(getattr(parent, own), scheme))
+    layers = quantized_layers(model)
+    before = sum(layer.weight.nbytes for layer in layers)
+    after = sum(tensor.nbytes for layer in layers for tensor in layer.held)
     sizes = f"{after / 2**20:.1f} MiB in place of {before / 2**20:.1f}"
     _LOG.info("native.quantization=%s: %d linear layers, %s", kind, len(layers), sizes)
 
