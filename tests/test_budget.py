@@ -39,7 +39,7 @@ BUDGET = {
     "fleet": Size(6243, 15, 0),
     "importers": Size(3450, 8, 0),
     "inference": Size(6148, 18, 0),
-    "launcher": Size(8632, 25, 0),
+    "launcher": Size(8633, 25, 0),
     "ledger": Size(3991, 11, 0),
     "models": Size(1492, 10, 0),
     "observe": Size(2092, 11, 0),

@@ -216,6 +216,7 @@ def refused_models(config: BaseExperimentConfig) -> list[tuple[str, str]]:
     shapes = [ModelShape.read(each.path) for each in config.models.values() if Path(each.path, "config.json").is_file()]
     families = {*TENSOR_FAMILIES, *MEGATRON_FAMILIES}
     known = all(shape is not None and shape.family in families and not shape.states for shape in shapes)
+    known &= all(each.fp8 is None for each in config.models.values())  # which layers it converts is of the model
     if config.train_backend != "fsdp" or not config.allocation.train or known:
         return []
     try:

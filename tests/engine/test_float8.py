@@ -13,12 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from areal.api.allocation import ParallelDims
 from areal.api.config import Float8Config, LoRAConfig, MicroBatchSpec, TrainEngineConfig
+from areal.api.config.load import load_experiment
 from areal.api.errors import ConfigProblem
 from areal.data.balance import balanced_parts
 from areal.data.pack import take
 from areal.engine import float8
 from areal.engine.fsdp import check_model
 from areal.engine.lora import LoRALinear
+from areal.launcher.preflight import refused_models
 from tests.engine import engine_cases as cases
 from tests.engine import mesh_cases
 from tests.expect import in_order, raises_code
@@ -28,6 +30,7 @@ pytest.importorskip("torchao", reason="the extra quantization")
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
 ROWWISE, TENSORWISE = Float8Config(), Float8Config(recipe="tensorwise")
+ROOT = Path(__file__).parents[2]
 LINEAR = 14
 """Linear layers of the decoder blocks: 2 x 7."""
 
@@ -236,6 +239,14 @@ def test_a_model_without_such_layers_is_refused_before_the_start(model, options,
     config = TrainEngineConfig(path=str(model), fp8=Float8Config(**options))
     with raises_code(code, *values):
         check_model(config, role="actor", dims=ParallelDims())
+
+
+def test_a_dry_run_says_the_line_of_the_trainer(model):
+    words = [f"model.path={model}", "allocation_mode=fsdp:d1", "model.fp8.filter_fqns=[mlpp]"]
+    config = load_experiment(["--config", str(ROOT / "examples" / "quickstart" / "sft.yaml"), *words])
+    ((line, code),) = refused_models(config)
+    assert line.startswith("fp8.filter_fqns: 'mlpp'")
+    assert code == "model.no_such_weight"
 
 
 def test_without_torchao_or_such_a_card_one_line_says_so(model, monkeypatch):
