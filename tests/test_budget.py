@@ -49,7 +49,7 @@ BUDGET = {
     "rollout": Size(4058, 12, 0),
     "serve": Size(4110, 14, 0),
     "server_side": Size(682, 8, 0),
-    "system": Size(3413, 15, 0),
+    "system": Size(3366, 15, 0),
     "trainer": Size(5565, 25, 0),
     "weights": Size(1175, 7, 0),
     "workflow": Size(1774, 8, 0),

@@ -14,8 +14,6 @@ codes, close to the entropy of such numbers and fast.
 import errno
 import json
 import os
-import subprocess
-import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -250,44 +248,3 @@ def _read(file: int, begin: int, end: int) -> _Bytes:
     if len(content) and os.preadv(file, [content.data], begin) != len(content):
         raise ValueError("a file is shorter than it was")
     return content
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `rebuild` in a process of its own: in a server its many short steps would wait for the engine's thread, and delay it.
-
-
-class Rebuilding:
-    """A process that is ready for one call of `rebuild`. It ends with it, with `close` or with this process."""
-
-    def __init__(self, lock: int) -> None:
-        """`lock`: descriptor of a lock on the folder, which the process holds too, also after a kill of this one."""
-        pipe, argv = subprocess.PIPE, [sys.executable, "-m", __name__]
-        self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True, pass_fds=[lock])
-
-    def run(
-        self, old: Path, deltas: Sequence[Path], new: Path, sizes: Mapping[str, int], block_bytes: int
-    ) -> dict[str, list[int]]:
-        """See `rebuild`. InputError also when the process fails in another way."""
-        call = [str(old), list(map(str, deltas)), str(new), dict(sizes), block_bytes]
-        answer, errors = self._process.communicate(json.dumps(call))
-        if self._process.returncode:
-            raise InputError((errors.strip() or "no answer").splitlines()[-1], code="weights.bad_delta")
-        return json.loads(answer)
-
-    def close(self) -> None:
-        """May be repeated."""
-        self._process.kill()
-        self._process.communicate()
-
-
-def _serve() -> None:
-    old, deltas, new, sizes, block_bytes = json.loads(sys.stdin.read())
-    try:
-        made = rebuild(Path(old), list(map(Path, deltas)), Path(new), sizes, block_bytes)
-    except (InputError, OSError) as error:
-        sys.exit(str(error))
-    sys.stdout.write(json.dumps(made))
-
-
-if __name__ == "__main__":
-    _serve()

@@ -25,7 +25,7 @@ from aiohttp import web
 
 from areal.api.errors import ArealError, InputError, RequestError, WeightSyncError
 from areal.system.durable import COMPLETE, is_complete, publish_folder
-from areal.system.folder_delta import Rebuilding
+from areal.system.folder_delta import rebuild
 from areal.system.http_guard import RequestGuard, guarded
 from areal.system.network import BACKLOG, Host, http_address, is_trainer, listen, store_prefix
 from areal.system.process import in_daemon_thread
@@ -89,17 +89,16 @@ def _remove_unused(lock: Path) -> None:
 
 
 @contextlib.contextmanager
-def exclusive(lock: Path) -> Iterator[int | None]:
-    """Hold a lock file inside the block if no other process does; yields its descriptor then. The lock lasts as long as
-    any process has the descriptor."""
+def exclusive(lock: Path) -> Iterator[bool]:
+    """Hold a lock file inside the block if no other process does; yields whether it is held."""
     held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield None
+            yield False
         else:
-            yield held
+            yield True
     finally:
         os.close(held)
 
@@ -341,15 +340,15 @@ class FolderPuller:
                 self._local = LocalFolder(store_prefix(self._token, "pulled weights")[:24])
             final = self._local.path / match[0]
             while not is_complete(final):
-                with exclusive(self._local.path / ".pulling") as held:
-                    if held is not None and not is_complete(final):
+                with exclusive(self._local.path / ".pulling") as is_held:
+                    if is_held and not is_complete(final):
                         transfers.append(transfer := _Transfer([*usable, url], match, self._token))
-                        problem = self._rebuild(transfer, unfinished(final), deltas or {}, transfers, held)
+                        problem = self._rebuild(transfer, unfinished(final), deltas or {}, transfers)
                         transfer.run(final)
                         if transfer.proven and transfer.num_copied:
                             problem = f"the differences made other weights: {transfer.num_copied} bytes were copied"
                         _remove_old(self._local.path, final)
-                if held is None:
+                if not is_held:
                     time.sleep(_POLL_S)  # another process of this machine pulls it
             os.utime(final)
         return Pulled(final, problem, sum(each.num_copied for each in transfers))
@@ -363,7 +362,7 @@ class FolderPuller:
         return match
 
     def _rebuild(
-        self, whole: "_Transfer", folder: Path, deltas: Mapping[str, str], transfers: "list[_Transfer]", lock: int
+        self, whole: "_Transfer", folder: Path, deltas: Mapping[str, str], transfers: "list[_Transfer]"
     ) -> str:
         """Fill the `folder` of the transfer `whole` from an earlier one and the differences since then, whose transfers
         are appended. Returns why it is not filled although an earlier one is here."""
@@ -373,7 +372,6 @@ class FolderPuller:
             return ""
         names = list(deltas)[list(deltas).index(here[-1]) :]
         fetched: list[Path] = []
-        rebuilding = Rebuilding(lock)  # it starts while differences arrive
         try:
             for url in map(deltas.__getitem__, names):
                 match = self._name_in(url)
@@ -384,8 +382,7 @@ class FolderPuller:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             sizes = {file.name: file.num_bytes for file in listed.files}
-            differences = [path / DELTA_FILE for path in fetched]
-            found = rebuilding.run(root / here[-1], differences, folder, sizes, listed.block_bytes)
+            found = rebuild(root / here[-1], [path / DELTA_FILE for path in fetched], folder, sizes, listed.block_bytes)
             for file in listed.files:
                 pairs = zip(file.sums, found[file.name], strict=True)
                 num_equal = next((number for number, (one, other) in enumerate(pairs) if one != other), len(file.sums))
@@ -393,7 +390,6 @@ class FolderPuller:
         except (ArealError, OSError) as error:
             return str(error)
         finally:
-            rebuilding.close()
             for path in fetched:
                 shutil.rmtree(path, ignore_errors=True)
         return ""

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -202,31 +201,3 @@ def test_names_that_leave_the_folder_and_other_machines_are_not_followed(
     pulled = puller.pull(trainer.urls[2], (), {trainer.name(1): away})
     assert "is no folder of a trainer" in pulled.problem
     assert is_version(pulled, trainer, 2)
-
-
-def test_a_rebuild_that_is_killed_is_replaced_by_a_copy(
-    trainer: Trainer, puller: FolderPuller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = folders.Rebuilding.run
-
-    def killed(process: folders.Rebuilding, *args: Any) -> dict[str, list[int]]:
-        process._process.kill()
-        return run(process, *args)
-
-    puller.pull(trainer.urls[0])
-    with monkeypatch.context() as patch:
-        patch.setattr(folders.Rebuilding, "run", killed)
-        pulled = puller.pull(trainer.urls[1], (), trainer.chain(0, 1))
-    assert (pulled.problem, is_version(pulled, trainer, 1)) == ("no answer", True)
-
-
-def test_the_lock_of_a_killed_puller_lasts_until_its_rebuild_ends(tmp_path: Path) -> None:
-    lock = tmp_path / "lock"
-    with exclusive(lock) as held:
-        assert held is not None
-        rebuilding = folders.Rebuilding(held)
-    with exclusive(lock) as other:
-        assert other is None
-    rebuilding.close()
-    with exclusive(lock) as other:
-        assert other is not None
