@@ -39,6 +39,12 @@ class _Worker(CallingWorker):
             return dataclasses.replace(outcome, message=text + place)
         return outcome  # it ended just in time
 
+    async def _receive(self, start_limit_s: float) -> None:
+        try:
+            await super()._receive(start_limit_s)
+        finally:
+            self._mark_file.close()  # the mapping stays
+
     def _failure(self, number: int) -> Exception:
         if number and number == guilty_job(self._mark):
             message = f"ProcessEnded: the agent ended it: {self.how}"

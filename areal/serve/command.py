@@ -76,7 +76,7 @@ def _check_same_kind(settings: Path, served: ServedModel) -> None:
     way round: the saved states of the one do not fit the other."""
     if not settings.exists():
         return
-    if json.loads(settings.read_bytes())["served"]["is_full"] != served.is_full:
+    if json.loads(settings.read_bytes())["served"].get("is_full", False) != served.is_full:
         which, fix = ("without", "leave it out") if served.is_full else ("with", "add it")
         message = f"{settings.parent} is of a service {which} --full: {fix}, or choose another trial_name"
         raise ConfigError(message, code="config.conflict")
@@ -94,7 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--adapters", type=int, default=8, metavar="N", help="adapters in memory at once; default 8")
     parser.add_argument("--max-rank", type=int, default=32, metavar="N", help="largest rank of an adapter; default 32")
     parser.add_argument(
-        "--full", action="store_true", help="train all weights, of one model at a time; ranks of clients mean nothing"
+        "--full",
+        action="store_true",
+        help="train all weights, of one model at a time; the LoRA rank that a client asks for is ignored",
     )
     parser.add_argument("--port", type=int, default=PORT, metavar="N", help=f"port of the service; default {PORT}")
     parser.add_argument("--users", default="user", metavar="A,B", help="names of users, each with a key of its own")
@@ -132,6 +134,8 @@ def serving_config(files: Sequence[str], overrides: Sequence[str], *, model: str
     if config.server_backend != "native" or config.train_backend != "fsdp":
         message = f"allocation_mode={config.allocation_mode}: the service needs native servers and fsdp trainers"
         raise ConfigError(message, code="config.conflict")
+    if lora is None and config.actor.lora is not None:
+        raise ConfigError("actor.lora: --full trains all weights: remove it", code="config.conflict")
     dims = config.allocation.train[0].parallel
     if dims.world_size != dims.dp:
         message = f"allocation_mode={config.allocation_mode}: the trainer of the service has data ranks only, fsdp:dN"

@@ -18,7 +18,7 @@ from areal.observe.log import HttpLogger, get_logger
 from areal.serve.audit import FOLDER
 from areal.serve.gateway import Gateway, Keys, TrainerRoutes, make_app
 from areal.serve.sampling import AdapterPool, Sampling, WholeWeights
-from areal.serve.service import ServedModel, Service
+from areal.serve.service import ADAPTER, ServedModel, Service, base_folder
 from areal.system.discovery import registry_of
 from areal.system.heartbeat import beating_loop, launched_heartbeat
 from areal.system.network import http_address, listen, required_token
@@ -48,12 +48,12 @@ async def serve_clients(config: PPOConfig, context: ProcessContext, served: Serv
         config.rollout,
         factory,
         seed=config.seed,
-        dtype=config.native.dtype,
+        dtype=config.served_dtype,
         owns_adapters=True,
         abandoned=range(1, _VERSIONS if served.is_full else 1),
     )
     if served.is_full:
-        weights = WholeWeights(fleet, Path(config.actor.path))
+        weights = WholeWeights(fleet, base_folder(folder, Path(config.actor.path)) / ADAPTER)
     else:
         weights = AdapterPool(fleet, config.native.max_adapters)
     sampling = Sampling(fleet, weights, context_length=served.context_length)

@@ -180,10 +180,14 @@ class WholeWeights:
     requests. A request joins a turn of its weights that has not begun, or the running one while no other waits."""
 
     def __init__(self, fleet: Fleet, base: Path) -> None:
-        """`base`: the checkpoint that the servers start with."""
+        """`base`: a checkpoint with the weights that the servers start with."""
         self._fleet, self._base = fleet, base
         self._loaded: Path | None = None
         """What the servers have; None = what an earlier gateway gave them, or a part of them."""
+        self._targets: list[Path] = []
+        """What a server that starts again may load: the last checkpoint that was loaded, and attempts since."""
+        self._version = 0
+        """Of the last attempt. Two checkpoints never have the same one."""
         self._turns: deque[_Turn] = deque()
         self._load: asyncio.Task[None] | None = None
 
@@ -224,21 +228,25 @@ class WholeWeights:
 
     async def _run(self, turn: _Turn, before: "asyncio.Task[None] | None") -> None:
         if before is not None:
-            await before
+            await asyncio.wait([before])
+        if self._version == self._fleet.version == 0:
+            self._loaded = self._base  # no gateway has given these servers anything
         try:
             if self._loaded != turn.folder:
                 self._loaded = None
-                update = WeightUpdate(version=self._fleet.version + 1, kind="disk", path=str(turn.folder))
+                self._targets.append(turn.folder)
+                self._version += 1
+                update = WeightUpdate(version=self._version, kind="disk", path=str(turn.folder))
                 await self._fleet.update_weights(update)
-                self._loaded = turn.folder
-        except ArealError as error:
+                self._loaded, self._targets = turn.folder, [turn.folder]
+        except Exception as error:  # noqa: BLE001 - every sample of this turn gets it, and the next turn begins
             turn.is_loaded.set_exception(error)
         else:
             turn.is_loaded.set_result(None)
 
     def __contains__(self, folder: Path) -> bool:
         """Whether servers may read the checkpoint in `folder`: also one that starts again loads it."""
-        return folder == self._loaded or any(turn.folder == folder for turn in self._turns)
+        return folder in self._targets or any(turn.folder == folder for turn in self._turns)
 
     async def close(self) -> None:
         """Cancel the load, and wait for its end."""
@@ -254,7 +262,7 @@ class Sampling:
     """
 
     def __init__(self, fleet: Fleet, weights: AdapterPool | WholeWeights, *, context_length: int) -> None:
-        """`weights`: what brings trained weights to the servers. This closes it."""
+        """`weights`: loads trained weights into the servers. This closes it."""
         self._fleet, self._context_length = fleet, context_length
         self._weights = weights
         self.has_started = asyncio.Event()

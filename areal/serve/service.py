@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from areal.api.errors import RequestError
+from areal.models.adapter_files import base_fingerprint
 from areal.serve.journal import Event, Journal
 from areal.serve.tenants import INFLIGHT, TRAINING, Command, Model, Operation, SavedWeights, Schedule, Tenants
 from areal.system.durable import remove_folder
@@ -42,8 +43,11 @@ class ServedModel:
 STATE, ADAPTER = "state", "adapter"
 """The parts of saved weights: what training continues from, and what servers load: an adapter in the format of peft, or
 a whole checkpoint."""
-BASE = "base"
-"""The state of the whole model before any training."""
+
+
+def base_folder(folder: Path, model: Path) -> Path:
+    """Where the weights of the checkpoint `model` are in both of these forms, before any training (--full)."""
+    return folder / "base" / base_fingerprint(model)
 
 
 def model_folder_name(model: str) -> str:

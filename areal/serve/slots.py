@@ -1,4 +1,4 @@
-"""What tenants train in one engine: adapters that take turns, or the whole model."""
+"""The trainable state of tenants in one engine: adapters that take turns, or the whole model."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,9 @@ from areal.engine.fsdp import FSDPEngine
 from areal.engine.lora import DOWN
 from areal.engine.mesh import copy_part, local_part, whole_tensor
 from areal.engine.optimizer import StepSettings
+from areal.serve.service import ADAPTER, STATE
 from areal.serve.tenants import ALPHA
+from areal.system.durable import is_complete
 
 HEAD = "lm_head"
 
@@ -76,10 +78,13 @@ class WholeModel(_Slots):
     """All weights of the model, of one tenant at a time: the schedule drops it before another one enters."""
 
     def __init__(self, engine: FSDPEngine, base: Path) -> None:
-        """`base`: the folder for the state before training, which is written here; a collective."""
+        """`base`: see `base_folder`; what it lacks is written; a collective."""
         super().__init__(engine)
-        self._base = base
-        engine.save(base, with_optimizer=True)
+        self._base = base / STATE
+        for part in (STATE, ADAPTER):
+            lacks_it = torch.tensor([float(not is_complete(base / part))])
+            if engine.all_reduce(lacks_it, "max").item():  # on any rank: all of them write
+                engine.save(base / part, with_optimizer=part == STATE)
 
     def __contains__(self, name: str) -> bool:
         return name == self._active
@@ -227,4 +232,4 @@ class AdapterSlots(_Slots):
 
 
 Slots = AdapterSlots | WholeModel
-"""What the tenants of a service train."""
+"""The trainable state of the tenants of a service."""

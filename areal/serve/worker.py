@@ -20,7 +20,7 @@ from areal.engine.fsdp import FSDPEngine, build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.engine.optimizer import StepSettings
 from areal.serve.losses import ComputedLoss, checked_loss
-from areal.serve.service import ADAPTER, BASE, STATE, ServedModel, failure, snapshot_folder, weights_folder
+from areal.serve.service import ADAPTER, STATE, ServedModel, base_folder, failure, snapshot_folder, weights_folder
 from areal.serve.slots import AdapterSettings, AdapterSlots, Slots, WholeModel
 from areal.serve.tenants import TRAINING
 from areal.serve.wire import LossRequest, decode_loss_request, encode_loss_output
@@ -48,7 +48,7 @@ class Executor:
     """Executes commands on what the tenants train in one engine. Every rank makes the same calls."""
 
     def __init__(self, slots: Slots, folder: Path, *, max_rank: int | None, context_length: int) -> None:
-        """`max_rank`: of adapters; None = the ranks that clients ask for mean nothing."""
+        """`max_rank`: of adapters; None = the LoRA rank that a client asks for is ignored."""
         self._slots, self._folder = slots, folder
         self._max_rank, self._context_length = max_rank, context_length
 
@@ -236,7 +236,10 @@ def run_worker(config: PPOConfig, context: ProcessContext, folder: Path, served:
     registry = registry_of(config)
     with training_rank(config, context) as rank:
         engine = build_engine(config, rank.mesh)
-        slots = WholeModel(engine, folder / BASE) if engine.lora is None else AdapterSlots(engine, engine.lora)
+        if engine.lora is None:
+            slots = WholeModel(engine, base_folder(folder, Path(config.actor.path)))
+        else:
+            slots = AdapterSlots(engine, engine.lora)
         max_rank = None if served.is_full else served.max_rank
         executor = Executor(slots, folder, max_rank=max_rank, context_length=served.context_length)
         client = GatewayClient(

@@ -1,5 +1,6 @@
 """The real processes of `areal serve`: a client trains while they are killed, and gets what it gets without kills."""
 
+import itertools
 import json
 import os
 import random
@@ -59,10 +60,15 @@ def train(client, steps, *, kill=lambda step: None):
         found.append([one.tolist() for one in model.loss_of(requests[-1])[0]])
         assert b"error" not in client.result(requests[1])
     sampler = json.loads(client.result(model.send("save_weights_for_sampler", sampling_session_seq_id=7)))
-    body = {"sampling_session_id": sampler["sampling_session_id"], "seq_id": 0, "num_samples": 2}
+    return found, sampled(client, sampler["sampling_session_id"], 0)
+
+
+def sampled(client, sampler, seq):
+    """The answer to a prompt with a fixed seed."""
+    body = {"sampling_session_id": sampler, "seq_id": seq, "num_samples": 2}
     body |= {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}}
     body |= {"sampling_params": {"max_tokens": 8, "seed": 1}}
-    return found, client.result(client.ask("asample", body)["request_id"])
+    return client.result(client.ask("asample", body)["request_id"])
 
 
 class Killer:
@@ -117,6 +123,25 @@ def test_kills_change_no_number(tmp_path, model):
 @pytest.mark.slow
 def test_kills_change_no_number_of_a_whole_model(tmp_path, model):
     assert compared(tmp_path, model, 5, {1, 2, 3, 4}, "--full") == ["trainer-0", "controller", "server-0", "trainer-0"]
+
+
+@pytest.mark.slow
+def test_samples_of_a_whole_model_stay_those_of_its_weights(tmp_path, model):
+    with served(tmp_path, model, "--full") as (client, run):
+        trained = HttpModel(client, seed=3)
+        trained.send_loss(random_data(1, [6, 9], ("weights",)))
+        client.result(trained.send_step(lr=0.1))
+        saved = json.loads(client.result(trained.send("save_weights_for_sampler", sampling_session_seq_id=7)))
+        asked = {"session_id": trained.session, "sampling_session_seq_id": 8, "base_model": "tiny"}
+        samplers = [one["sampling_session_id"] for one in (saved, client.ask("create_sampling_session", asked))]
+        killer, numbers = Killer(run, range(4), names=("controller", "server-0")), itertools.count()
+        first = [sampled(client, sampler, next(numbers)) for sampler in samplers]
+        assert first[0] != first[1]
+        for number in range(4):
+            killer(number)
+            # A server that dies now has the weights that the new gateway loaded first.
+            assert sampled(client, samplers[0], next(numbers)) == first[0]
+    assert killer.killed == ["controller", "server-0"] * 2
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from areal.api.config import OptimizerConfig, TrainEngineConfig
 from areal.api.errors import WeightSyncError
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
-from areal.serve.command import run_serve
+from areal.serve.command import run_serve, serving_config
 from areal.serve.sampling import WholeWeights
 from areal.serve.service import ADAPTER, snapshot_folder, weights_folder
 from areal.serve.slots import WholeModel
@@ -116,13 +116,16 @@ class Fleet:
     """Loads checkpoints; a folder named "bad" cannot be loaded."""
 
     def __init__(self):
-        self.version, self.loads = 0, []
+        self.version, self.loads, self.versions = 0, [], []
         self.may_load = asyncio.Event()
         self.may_load.set()
 
     async def update_weights(self, update):
         self.loads.append(Path(update.path).name)
+        self.versions.append(update.version)
         await self.may_load.wait()
+        if self.loads[-1] == "broken":
+            raise KeyError("a mistake")
         if self.loads[-1] == "bad":
             raise WeightSyncError("no server has it", code="fleet.update_failed")
         self.version = update.version
@@ -205,6 +208,55 @@ async def test_samples_that_are_cancelled_make_room():
     await last.end()
     assert fleet.loads == ["a", "c"]
     await weights.close()
+
+
+async def test_no_two_checkpoints_have_one_version_also_after_a_failed_load():
+    fleet = Fleet()
+    weights = WholeWeights(fleet, Path("base"))
+    for name in ("a", "bad", "b"):
+        with contextlib.suppress(WeightSyncError):
+            await asyncio.gather(Sample(weights, name).end(), return_exceptions=True)
+    assert fleet.versions == [1, 2, 3]
+    await weights.close()
+
+
+async def test_an_error_of_any_kind_is_that_of_its_samples_and_the_next_turn_begins():
+    fleet = Fleet()
+    weights = WholeWeights(fleet, Path("base"))
+    broken, after = Sample(weights, "broken"), Sample(weights, "a")
+    with pytest.raises(KeyError):
+        await broken.task
+    await after.end()
+    await weights.close()
+
+
+async def test_servers_of_an_earlier_gateway_get_the_base_model_again():
+    fleet = Fleet()
+    weights = WholeWeights(fleet, Path("base"))
+    await Sample(weights, None).end()
+    assert fleet.loads == []  # servers that nobody has given anything
+    fleet = Fleet()
+    fleet.version = -1  # no server has a version that this gateway knows
+    weights = WholeWeights(fleet, Path("base"))
+    await Sample(weights, None).end()
+    assert (fleet.loads, fleet.versions) == (["base"], [1])
+
+
+async def test_what_servers_may_load_again_is_kept():
+    fleet = Fleet()
+    weights = WholeWeights(fleet, Path("base"))
+    await Sample(weights, "a").end()
+    with contextlib.suppress(WeightSyncError):
+        await Sample(weights, "bad").task
+    assert Path("a") in weights  # the fleet still serves it
+    await Sample(weights, "b").end()
+    assert Path("a") not in weights
+    await weights.close()
+
+
+def test_options_of_adapters_are_refused(model):
+    with raises_code("config.conflict", "actor.lora: --full trains all weights"):
+        serving_config([], ["actor.lora.rank=8"], model=str(model), lora=None)
 
 
 def test_a_folder_of_adapters_is_not_continued_with_whole_models(model, tmp_path):
