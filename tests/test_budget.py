@@ -27,7 +27,7 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    "agent": Size(6512, 20, 0),
+    "agent": Size(6518, 20, 0),
     "algorithm": Size(2501, 17, 33),
     "api": Size(8964, 28, 582),
     "areal": Size(66, 2, 0),
@@ -47,7 +47,7 @@ BUDGET = {
     "replay": Size(1009, 5, 0),
     "reward": Size(3442, 13, 0),
     "rollout": Size(4058, 12, 0),
-    "serve": Size(4110, 14, 0),
+    "serve": Size(4134, 14, 0),
     "server_side": Size(682, 8, 0),
     "system": Size(3366, 15, 0),
     "trainer": Size(5565, 25, 0),
