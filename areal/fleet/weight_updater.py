@@ -724,7 +724,9 @@ class WeightUpdater:
         except ArealError as error:
             if slot.reason != before:  # otherwise the same error was logged before
                 log.warning("%s could not be updated to version %d: %s", slot.name, update.version, error)
-            if self._target is update and await _is_missing(update, error):
+            if self._target is not update:
+                slot.wake.set()  # a newer version replaced the one that failed, and perhaps its folder
+            elif await _is_missing(update, error):
                 self._target = None  # the trainer must publish the version again
         else:
             slot.wake.set()  # the target may have changed during the update

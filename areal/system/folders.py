@@ -115,8 +115,8 @@ class ListedFile:
     name: str
     num_bytes: int
     sums: list[int]
-    """CRC-32 of each block of `FolderList.block_bytes`; the last block may be shorter. Of random damage to a block one
-    in 2^32 cases is missed; who could choose the damage has the token of the run."""
+    """CRC-32 of each block of `FolderList.block_bytes`; the last block may be shorter. It finds faults of memory, disks
+    and networks (one in 2^32 is missed), not attacks: blocks come from addresses of the run, for its token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,8 @@ class FolderServer:
 
     def offer(self, folder: Path, listed: FolderList | None = None, write: Callable[[], None] | None = None) -> str:
         """Serve a folder as it is now, until it is deleted; returns its address. `listed`, `write`: of a folder that is
-        written when a file of it is needed; of such folders the last `KEPT` are served."""
+        written when a file of it is needed; the lists of the last `KEPT` such folders are served, and the files of
+        those that `write` has made or still can make."""
         listed = listed or FolderList.of(folder)
         data = listed.to_bytes()
         name = f"{folder.name}-{hashlib.sha256(data).hexdigest()}"
@@ -328,7 +329,7 @@ class FolderPuller:
 
         `mirrors`: addresses of the same folder on other servers of the run, which are asked first.
         `deltas`: name of an earlier folder -> address of the difference to the next one, the last to this one. The
-        newest of them that is here is changed; blocks that then differ from this folder are copied.
+        newest of them that is here is changed; a file is copied from its first block on that then differs.
         RequestError when the address is not one of this run or serves the folder no more; WeightSyncError when the
         transfer does not succeed.
         """

@@ -1,5 +1,5 @@
 """Weight channels over a folder v000042, complete or absent; the newest versions are kept. The servers read it on a
-shared file system, or pull it from trainer rank 0 over HTTP.
+shared file system, or pull it from trainer rank 0 over HTTP. `DeltaChannel` has only the last version, in memory.
 
 The trainer continues once a folder is written; `wait_served` waits for the fleet to load it (each replica under
 rollout.weight_update_timeout_s).
@@ -31,7 +31,8 @@ from areal.weights.weight_files import MAX_FILE_BYTES, write_weights
 from areal.weights.weight_image import WeightImage
 
 KEPT_VERSIONS = 2
-"""The current version, which a restarted replica loads, and the one before, which a slow replica may still read."""
+"""Folders that stay: the current version, which a restarted replica loads, and the one before, which a slow replica may
+still read."""
 _VERSION_FOLDER = re.compile(r"v(\d{6,})")
 _COPIED = ("config.json", "generation_config.json")
 
@@ -56,7 +57,6 @@ class FolderChannel(WeightChannel):
         def send(weights: Iterator[tuple[str, Tensor]]) -> None:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                finish_interrupted_writes(self._folder)
                 self._update = self._store(version, weights)
             except OSError as error:
                 message = f"version {version} could not be written to {self._folder}: {error}"
@@ -83,6 +83,7 @@ class FolderChannel(WeightChannel):
                 self._prune(update.version)
 
     def _store(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> WeightUpdate:
+        finish_interrupted_writes(self._folder)
         final = self._folder / self._name(version)
         writing = writing_folder(final)
         writing.mkdir()
@@ -195,8 +196,9 @@ FULL_EVERY = 50
 class DeltaChannel(HttpChannel):
     """Versions as in `HttpChannel`, which servers make from an earlier one where that takes fewer bytes.
 
-    The version before is kept in memory. A whole version is written to disk only when a server asks for it. The first
-    version of a process, every `FULL_EVERY`-th one, and a server that has no version since then, take whole weights.
+    The version before is kept in memory. A whole version is written to disk only when a server asks for it, and not
+    after the next one was taken: such a server gets that one. The first version of a process, every `FULL_EVERY`-th
+    one, and a server that has no version since then, take whole weights.
     """
 
     _image: WeightImage | None = None
@@ -226,6 +228,8 @@ class DeltaChannel(HttpChannel):
         (last, base), image, self._image = self._last, self._image, None
         # The difference of a version to itself would replace that to the version before.
         is_whole = image is None or version == last or version % FULL_EVERY == 0
+        if not base:  # of an earlier process: later a server may be waiting for a folder that is being written
+            finish_interrupted_writes(self._folder)
         if image is None:
             image = WeightImage(self._source.weight_specs(), self._other_files())
         folder = self._folder / self._name(version)
@@ -258,6 +262,7 @@ class DeltaChannel(HttpChannel):
 
 def _write_delta(folder: Path, changes: Iterable[tuple[str, Piece, bytes]]) -> int:
     writing = writing_folder(folder)
+    shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir()
     size = write_delta(writing / DELTA_FILE, changes)
     publish_folder(writing, folder, sum_up=False, sync=False)

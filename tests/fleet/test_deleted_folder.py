@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from areal.fleet.fleet import Fleet
-from tests.fleet.fake_server import FleetKit, until
+from tests.fleet.fake_server import FleetKit, Refused, until
 from tests.fleet.test_fleet import serving
 
 
@@ -27,6 +31,34 @@ async def test_a_deleted_weight_folder_is_requested_again(kit: FleetKit) -> None
     await serving(fleet, "server-0", "server-1")
     assert again.version == 1
     assert not fleet.status()["needs_weights"]
+
+
+async def test_a_replica_whose_folder_is_gone_gets_the_newest_version_at_once(
+    kit: FleetKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next health check is an hour away."""
+    await kit.server(0)
+    fleet = await kit.fleet(1)
+    await fleet.update_weights(kit.disk(1))
+    slow, gone, loads = await kit.server(1), asyncio.Event(), list[int]()
+    take_in = slow._take_in
+
+    async def take_late() -> None:
+        loads.append(slow.version)
+        if len(loads) == 1:
+            await gone.wait()
+            raise Refused(400, "this folder is not served any more")
+        await take_in()
+
+    monkeypatch.setattr(slow, "_take_in", take_late)
+    await until(lambda: loads)
+    rare = replace(fleet._replicas._config, health_check_interval_s=3600.0)
+    monkeypatch.setattr(fleet._replicas, "_config", rare)
+    await fleet.update_weights(kit.disk(2))
+    assert (len(loads), state_of(fleet, "server-1")) == (1, "updating")
+    gone.set()
+    await serving(fleet, "server-0", "server-1")
+    assert (slow.version, len(loads)) == (2, 2)
 
 
 async def test_weights_are_requested_when_no_replica_serves(kit: FleetKit) -> None:

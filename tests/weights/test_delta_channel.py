@@ -267,6 +267,18 @@ def test_the_same_version_again_is_not_copied_again_and_changed_weights_are_copi
     assert setup.update(3) == ["delta_v000003"]
 
 
+def test_only_the_first_version_removes_folders_that_are_not_finished(setup: Setup) -> None:
+    """Later a server may wait for one that is being written."""
+    folder = setup.channel._folder / ".v000009.writing"
+    folder.mkdir(parents=True)
+    setup.update(1)
+    assert not folder.exists(), "it was left by a killed process"
+    folder.mkdir()
+    step(setup.engine.model)
+    setup.update(2)
+    assert folder.exists()
+
+
 def test_a_trainer_that_starts_again_sends_whole_weights_first(setup: Setup) -> None:
     setup.update(1)
     step(setup.engine.model)
