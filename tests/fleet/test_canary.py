@@ -247,8 +247,21 @@ async def test_a_trainer_of_few_bits_may_differ_more(kit: FleetKit, dtype: str, 
         await fleet.update_weights(kit.disk(version + 1))
 
 
-async def test_quantised_servers_are_compared_with_each_other_and_loosely_with_the_trainer(kit: FleetKit) -> None:
-    fleet = await fleet_of(kit, (), (), (0.2,), dtype="quantized")
+async def test_a_server_of_8_bits_with_other_weights_differs_from_the_trainer(kit: FleetKit) -> None:
+    """Also from a trainer that computes in 8 bits; after the first comparison, 0.5 nats are too many."""
+    for dtype in ("bfloat16", "float8"):
+        fleet = await fleet_of(kit, (), dtype="float8")
+        await fleet.update_weights(kit.disk(1))
+        first = await fleet.compare(score(fleet, 1, shift=0.1, dtype=dtype))
+        assert first is not None
+        assert (first.tolerance, first.differing) == (2.0, [])
+        wrong = await fleet.compare(score(fleet, 1, shift=0.6, dtype=dtype))
+        assert wrong is not None
+        assert (wrong.tolerance, wrong.differing) == (0.5, ["server-0"])
+
+
+async def test_servers_of_4_bits_are_compared_with_each_other_and_loosely_with_the_trainer(kit: FleetKit) -> None:
+    fleet = await fleet_of(kit, (), (), (0.2,), dtype="int4")
     report = await fleet.update_weights(kit.disk(1))
     assert report is not None
     assert report.differing == ["server-2"]

@@ -184,7 +184,11 @@ def test_rounded_weights_without_a_correction_are_pointed_out():
     actor = {"path": "org/model", "optimizer": OptimizerConfig()}
     for correction in ({"use_decoupled_loss": True}, {"rollout_correction": RolloutCorrectionConfig(upper=2)}):
         assert not notices(config_of("native", native=native, actor=PPOActorConfig(**actor, **correction)))
-    assert config_of("native", native=native).served_dtype == "quantized"
+    for kind, dtype in {"int8": "float8", "fp8": "float8", "int4": "int4", "none": "bfloat16"}.items():
+        assert config_of("native", native=NativeServerConfig(quantization=kind)).served_dtype == dtype
+    kinds = {"fp8_per_block": "float8", "mxfp8": "float8", "mxfp4": "int4", "none": "bfloat16"}
+    for kind, dtype in kinds.items():
+        assert config_of("vllm", vllm={"quantization": kind}).served_dtype == dtype
     (text,) = notices(config_of("vllm", vllm={"quantization": "fp8"}))
     assert text.startswith("areal: vllm.quantization=fp8: ")
 

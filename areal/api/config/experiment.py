@@ -568,15 +568,15 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def served_dtype(self) -> str:
-        """In which the servers compute, as far as it bounds how much equal weights may differ; quantized = the servers
-        round the trainer's weights."""
-        if self.served_quantization:
-            return "quantized"
+        """In which the servers compute, as far as it bounds how much equal weights may differ; float8 and int4 =
+        quantized weights of 8 and 4 bits."""
+        if kind := self.served_quantization:
+            return "float8" if "8" in kind and "4" not in kind else "int4"
         return self.native.dtype if self.server_backend == "native" else "bfloat16"
 
     @property
     def served_quantization(self) -> str:
-        """How the servers round the trainer's weights, as KEY=VALUE; empty: they do not."""
+        """How the servers quantize weights, as KEY=VALUE; empty: they do not."""
         kind = self.native.quantization if self.server_backend == "native" else self.server_flags.get("quantization")
         return f"{self.server_backend}.quantization={kind}" if kind not in (None, "", "none") else ""
 
