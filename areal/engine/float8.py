@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from areal.api.config.train import Float8Config
+from areal.api.config.train import FLOAT8_MULTIPLE, Float8Config
 from areal.api.errors import ConfigError
 from areal.engine.hf_model import other_towers
 from areal.engine.lora import ROUTERS, LoRALinear
@@ -18,8 +18,6 @@ from areal.models.adapter_files import is_of_experts
 from areal.models.recurrent_layers import linear_without_call
 from areal.observe.log import get_logger
 
-MULTIPLE = 16
-"""Both sizes of a matrix that torch multiplies in 8 bits are multiples of it."""
 _CAPABILITY = (8, 9)
 """Of the first CUDA cards with FP8 (Ada, Hopper)."""
 
@@ -107,7 +105,7 @@ def _chosen(
             )
             raise ConfigError(text, code="model.no_such_weight")
     named = {name: one for name, one in linear.items() if not any(part in name for part in config.filter_fqns)}
-    multiple = MULTIPLE * mesh.tensor.size
+    multiple = FLOAT8_MULTIPLE * mesh.tensor.size
     found = {name: one for name, one in named.items() if one.in_features % multiple == one.out_features % multiple == 0}
     text = f"fp8: {len(found)} of {len(linear)} linear layers compute in 8 bits ({config.recipe}"
     text += f"{', emulated on the CPU' if is_emulated else ''}), {len(linear) - len(named)} are in filter_fqns, "

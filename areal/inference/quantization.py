@@ -1,4 +1,4 @@
-"""Linear layers of a server with weights in few bits: `native.quantization`.
+"""Linear layers of a server with quantized weights: `native.quantization`.
 
 The rule: the linear layers inside the decoder's blocks are quantised. Embeddings, norms, the output head and vision
 towers keep their type, because few bytes are in them or their errors reach the logits unchanged. A model with experts
@@ -24,13 +24,15 @@ _LOG = get_logger(__name__)
 _IN_BLOCK = re.compile(r"(^|\.)layers\.\d+\.")
 _FEW_ROWS = 8
 """Up to this number of rows torch's kernel for 8-bit weights is faster on the CPU than a product of widened ones."""
+_KERNEL_INPUTS = 16
+"""Inputs of which that kernel takes multiples (torch 2.13 with AVX-512; 8 with AVX2): others end the process."""
 _KERNEL_ROWS = 16
 _INNER_TILES = 2
 """Multiples of which torch's kernels for 4-bit weights take: rows on the CPU; tiles of 16 columns on CUDA."""
 
 
 class Scheme(Protocol):
-    """How a weight [out, in] is stored in few bits."""
+    """How a weight [out, in] is stored."""
 
     def fits(self, out_features: int, in_features: int) -> bool: ...
 
@@ -67,6 +69,7 @@ class PerChannel:
             and states.dtype == torch.bfloat16
             and states.device.type == "cpu"
             and len(states) <= _FEW_ROWS
+            and states.shape[1] % _KERNEL_INPUTS == 0
         ):
             return torch.ops.aten._weight_int8pack_mm(states, codes, scales)
         return linear(states, widened(codes, states.dtype)).mul_(scales)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 
 from areal.api.allocation import ParallelDims
 from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
-from areal.api.config.train import ALL_LINEAR, DEFAULT_TOKENS_PER_MB, LoRAConfig, is_target
+from areal.api.config.train import ALL_LINEAR, DEFAULT_TOKENS_PER_MB, FLOAT8_MULTIPLE, LoRAConfig, is_target
 from areal.fleet.native import state_problems
 from areal.launcher.job import LaunchPlan, num_shards
 from areal.models.model_shape import ModelShape
@@ -92,9 +92,9 @@ def rank_memory(
             copied += int(learned * ((4 if model.has_masters else width) + state)) // dims.world_size
         if ranks > 1 or (trained and width < 4):
             alone = not on_gpu and ranks == dims.tp * dims.pp  # then the engine gathers all weights once
-            in_8_bits = model.fp8 is not None and model.fp8.recipe == "tensorwise" and dims.tp == 1 and not model.lora
             learns = trained and model.lora is None
-            size = _gathered(shape, width, 1 if in_8_bits else width, trained=learns, at_once=alone)
+            block_width = 1 if _gathers_in_8_bits(model, shape, dims) else width
+            size = _gathered(shape, width, block_width, trained=learns, at_once=alone)
             gathered = max(gathered, size // dims.tp)
     return RankMemory(
         weights=weights,
@@ -199,6 +199,19 @@ def activation_bytes(
         kept = shape.layers * shape.hidden * width + ends
         return tokens * kept + max(tokens * (block + passing), logits)
     return tokens * (block * shape.layers + ends) + max(tokens * passing, logits)
+
+
+def _gathers_in_8_bits(model: TrainEngineConfig, shape: ModelShape, dims: ParallelDims) -> bool:
+    """Whether ranks gather all weights of the blocks in 8 bits: the rule of areal/engine/float8.py."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sizes = (shape.hidden, shape.intermediate, queries, keys)
+    shards = model.fsdp.shard_size or dims.dp * dims.cp
+    return (
+        model.fp8 is not None
+        and model.fp8.recipe == "tensorwise"
+        and not (model.fp8.filter_fqns or model.lora or shape.experts or shape.states or dims.tp > 1)
+        and all(size % FLOAT8_MULTIPLE == 0 and size % shards == 0 for size in sizes)
+    )
 
 
 def _gathered(shape: ModelShape, width: int, block_width: int, *, trained: bool, at_once: bool) -> int:

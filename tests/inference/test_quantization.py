@@ -1,4 +1,4 @@
-"""Weights in few bits: their numbers by hand, log-probabilities of served models, updates by every path, refusals."""
+"""Quantized weights: their numbers by hand, log-probabilities of served models, updates by every path, refusals."""
 
 from __future__ import annotations
 
@@ -144,6 +144,16 @@ def test_products_are_those_of_the_dequantised_weights(kind, dtype):
         assert (found.dtype, found.shape) == (dtype, (*rows.shape[:-1], 48))
         error = (found.double() - (rows.double() @ dequantized(layer).T + bias.double())).abs().max()
         assert error <= exact.abs().max() * (1e-6 if dtype == torch.float32 else 2**-7)
+
+
+@pytest.mark.parametrize("columns", [8, 16, 17, 24, 40, 48])
+@pytest.mark.parametrize("rows", [8, 17, 24, 40])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_products_in_bfloat16_of_sizes_that_tiles_do_not_divide(kind, rows, columns):
+    layer = layer_of(kind, weight_of(rows, columns, torch.bfloat16))
+    states = torch.randn(3, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = states.double() @ dequantized(layer).T
+    assert (layer(states).double() - exact).abs().max() <= exact.abs().max() * 2**-7
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

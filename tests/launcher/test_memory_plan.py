@@ -61,6 +61,18 @@ def test_blocks_that_are_gathered_in_8_bits_have_one_byte_a_weight(tmp_path):
     ]
     assert found[0].gathered - found[1].gathered == 2 * block
     assert found[0] == found[2] == replace(found[1], gathered=found[0].gathered)
+    fp8 = Float8Config(recipe="tensorwise")
+    for model, config, ranks in (
+        (shape, replace(fp8, filter_fqns=["down_proj"]), 4),
+        (shape, fp8, 3),  # no divisor of the rows: torchao does not pad parts
+        (replace(shape, intermediate=shape.intermediate + 8), fp8, 4),  # 16 does not divide it
+        (replace(shape, experts=2), fp8, 4),
+    ):
+        plan = [
+            rank_memory([(one, model)], dims=ParallelDims(dp=ranks), tokens=100, on_gpu=True).gathered
+            for one in (plain, replace(plain, fp8=config))
+        ]
+        assert plan[0] == plan[1]
 
 
 @pytest.mark.slow

@@ -327,6 +327,8 @@ NO_RECIPES = {
     ),
 }
 """Recipes that torchao does not train with -> why, and what to use."""
+FLOAT8_MULTIPLE = 16
+"""Both sizes of a matrix that torch multiplies in 8 bits are multiples of it."""
 _RECIPES = ("rowwise", "rowwise_with_gw_hp", "tensorwise")
 
 
