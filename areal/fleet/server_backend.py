@@ -102,6 +102,8 @@ def given_flags(rules: FlagRules, flags: Flags) -> dict[str, Any]:
         for key, value in flags.items()
         if not is_unset(value) and not _is_ignored(rules, key, value)
     }
+    if found.get("quantization") == "none":  # as in native.quantization; servers leave the flag out
+        del found["quantization"]
     for name, names in rules.renamed.items():
         if isinstance(items := found.get(name), list):
             found[name] = [names.get(str(item), item) for item in cast("list[Any]", items)]

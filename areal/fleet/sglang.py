@@ -581,8 +581,13 @@ def run_flags(config: PPOConfig) -> dict[str, tuple[Any, str]]:
 
 def own_problems(config: PPOConfig) -> Problems:
     """See `ServerBackend`."""
-    if (kind := SGLANG.given(config).get("quantization")) is not None:
-        text = f"{kind!r}: SGLang cannot load the trainer's bfloat16 weights into layers that it has quantised"
+    kind = SGLANG.given(config).get("quantization")
+    if kind is not None and not config.publishes_adapters:
+        # SGLang 0.5.23, by its source: process_weights_after_loading of layers/quantization/fp8.py replaces `weight` by
+        # its transposed codes without a weight_loader, which load_weights of models/qwen2.py calls at an update;
+        # restore_weights_before_loading does nothing there. Not tried: other kinds, and the loader of
+        # --load-format=flash_rl, which keeps what an update needs (fp8 of Qwen2 and Qwen3).
+        text = f"{kind!r}: areal cannot update the weights of SGLang servers that quantize them"
         yield "sglang.quantization", f"{text}: remove it, or use vllm.quantization or native.quantization"
 
 

@@ -485,15 +485,17 @@ def run_flags(config: PPOConfig) -> dict[str, tuple[Any, str]]:
     return needed
 
 
-_ONLINE = ("fp8", "fp8_per_tensor", "fp8_per_block", "mxfp8", "mxfp4")
-"""Kinds of --quantization that vLLM makes from bfloat16 weights, at the start and at each update."""
+_ONLINE = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8", "mxfp4")
+"""Kinds of --quantization that vLLM makes from bfloat16 weights of all linear layers, at the start and, by its
+layerwise reload, at each update. By the source of vLLM 0.32.0: `_ONLINE_SHORTHANDS` of config/quantization.py, of which
+two more are for experts alone; fp8 is fp8_per_tensor (get_quant_config in model_loader/weight_utils.py)."""
 
 
 def own_problems(config: PPOConfig) -> Problems:
     """See `ServerBackend`."""
     given = VLLM.given(config).get("quantization")
-    if given is not None and given not in _ONLINE:
-        text = f"{given!r} needs a checkpoint in that form, and the trainer sends whole weights: use one of"
+    if given not in (None, *_ONLINE) and not config.publishes_adapters:
+        text = f"{given!r} is no kind that vLLM makes from the trainer's weights, of all linear layers: use one of"
         yield "vllm.quantization", f"{text} {', '.join(_ONLINE)}"
     if read_vision_layout(VLLM.model(config)) is not None:
         yield from _image_problems(config)

@@ -405,7 +405,7 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 = any free one (default)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where the model runs")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="weight and compute type")
-    parser.add_argument("--quantization", choices=("fp8", "int8", "int4"), help="bits of the weights of linear layers")
+    parser.add_argument("--quantization", choices=("none", "fp8", "int8", "int4"), help="weights of linear layers")
     parser.add_argument("--num-threads", type=int, help="CPU threads (default: that of torch)")
     parser.add_argument("--context-length", type=int, help="maximum tokens of prompt and answer together")
     parser.add_argument("--max-running-requests", type=int, help="maximum running requests")
@@ -434,8 +434,10 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
         "context_length",
         "max_running_requests",
         "max_total_tokens",
+        "chunked_prefill_size",
+        "random_seed",
+        "log_level",
     )
-    names += ("max_total_tokens", "chunked_prefill_size", "random_seed", "log_level")
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     native = replace(native, **given)
     for name, sentence, *_ in native.problems():

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from areal.api.config import (
     ClusterSpecConfig,
@@ -326,6 +328,20 @@ def test_memory_of_a_native_server(model):
     assert command(config_of("native")).memory_bytes is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [(Qwen2Config, {}), (Qwen2Config, {"num_key_value_heads": 4}), (Qwen3Config, {"head_dim": 32})],
+    ids=["qwen2-gqa", "qwen2", "qwen3-gqa"],
+)
+def test_matrices_in_blocks_are_those_of_a_built_model(tmp_path, kind, sizes):
+    config = kind(**{name: value for name, value in MODEL.items() if name != "model_type"} | sizes)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        layers = AutoModelForCausalLM.from_config(config).model.layers
+    built = sum(module.weight.numel() for module in layers.modules() if isinstance(module, torch.nn.Linear))
+    assert ModelShape.read(str(tmp_path)).block_matrices == built
+
+
 @pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("fp8", 8), ("int4", 5)])
 def test_memory_of_a_native_server_with_quantised_weights(model, kind, bits):
     native = NativeServerConfig(dtype="bfloat16", max_total_tokens=1000, quantization=kind)
@@ -344,8 +360,8 @@ def test_memory_of_a_native_server_with_quantised_weights(model, kind, bits):
     [
         ("native", "int8", {"num_experts": 4, "moe_intermediate_size": 8}, "this one has experts: remove it"),
         ("native", "fp8", {"layer_types": ["conv"], "conv_L_cache": 3}, "this one has layers with a state: remove it"),
-        ("sglang", "fp8", {}, "'fp8': SGLang cannot load the trainer's bfloat16 weights into layers that it has"),
-        ("vllm", "awq", {}, "'awq' needs a checkpoint in that form, and the trainer sends whole weights: use one of"),
+        ("sglang", "fp8", {}, "'fp8': areal cannot update the weights of SGLang servers that quantize them: remove"),
+        ("vllm", "awq", {}, "'awq' is no kind that vLLM makes from the trainer's weights, of all linear layers: use"),
     ],
 )
 def test_quantization_that_a_server_cannot_do_is_refused_before_the_start(model, backend, kind, config_json, text):
@@ -357,6 +373,27 @@ def test_quantization_that_a_server_cannot_do_is_refused_before_the_start(model,
     assert key == f"{backend}.quantization"
     assert text in sentence
     assert not list(backend_named(backend).problems(config_of(backend, actor={"path": model})))
+    if backend != "native":
+        adapters = config_of(backend, actor={"path": model, "lora": LoRAConfig()}, **{backend: section})
+        assert adapters.publishes_adapters
+        assert not list(backend_named(backend).problems(adapters))
+        off = config_of(backend, actor={"path": model}, **{backend: {"quantization": "none"}})
+        assert not list(backend_named(backend).problems(off))
+        assert not [word for word in command(off).argv if word.startswith("--quantization")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("nvfp4", "nvfp4: native servers have no kernels for 4-bit floats: use int4, or vllm servers with vllm.quant"),
+        ("mxfp4", "mxfp4: native servers have no kernels for 4-bit floats: use int4, or vllm servers with vllm.quant"),
+        ("int3", "'int3' is not one of none, int8, fp8, int4"),
+    ],
+)
+def test_kinds_that_native_servers_lack_are_refused(kind, text):
+    (problem,) = NativeServerConfig(quantization=kind).problems()
+    assert (problem.path, problem.code) == ("quantization", "config.not_a_choice")
+    assert problem.message.startswith(text)
 
 
 def test_attached_servers_need_no_gpu_in_the_plan(tmp_path):

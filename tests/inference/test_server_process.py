@@ -54,6 +54,10 @@ def test_options_come_from_the_config_and_the_context(config_file, monkeypatch):
     assert (options.process_name, options.index, options.device, options.num_threads) == ("server-1", 1, "cpu", 1)
     assert options.registry is not None
     assert not options.from_scratch
+    config_file.write_text(config_file.read_text().replace('"random_seed"', '"quantization": "int8", "random_seed"'))
+    off = ["--quantization", "none"]
+    kinds = [parse_options(["--config", str(config_file), *more]).native.quantization for more in ([], off)]
+    assert kinds == ["int8", "none"]
     text = config_file.read_text().replace('"optimizer"', '"init_from_scratch": true, "optimizer"')
     config_file.write_text(text)
     assert parse_options(["--config", str(config_file)]).from_scratch

@@ -34,12 +34,14 @@ class LayerInfo:
 
 
 class Model(nn.Module):
-    """q and k make one parameter, as vLLM fuses them; the head is another."""
+    """q and k make one parameter, as vLLM fuses them; the head is another. A scale is computed from the weights, so it
+    is in no checkpoint; a reload has the parameters of a checkpoint until it is finalized."""
 
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.Module()
         self.attention.qk = nn.Parameter(torch.zeros(3))  # type: ignore[assignment]
+        self.attention.scale = nn.Parameter(torch.ones(1))  # type: ignore[assignment]
         self.head = nn.Parameter(torch.zeros(2))
         self.events: list[str] = []
         self.fails_on = ""
@@ -63,9 +65,11 @@ class StandIn:
         model.events.append("initialize")
         self.infos.clear()
         self.infos[model.attention] = LayerInfo(load_numel_total=3)
+        model.attention.register_parameter("scale", None)
 
     def finalize(self, model: Model, config: Any) -> None:
         model.events.append("finalize")
+        model.attention.scale = nn.Parameter(torch.ones(1))
         self.infos.clear()
 
 

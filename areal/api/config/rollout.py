@@ -19,9 +19,9 @@ _QUANTIZED_BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.0}
 
 
 def quantization_refusal(kind: str, what: str) -> str:
-    """Why a model with `what` is not served in few bits by native servers."""
+    """Why a model with `what` is not quantized by native servers."""
     text = f"native.quantization={kind} covers the linear layers of dense models, and this one has {what}"
-    return f"{text}: remove it, or use vllm or sglang servers with their own `quantization`"
+    return f"{text}: remove it, or use vllm servers with vllm.quantization"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +78,8 @@ class NativeServerConfig:
     """Data type of weights and computation."""
     head_dtype: str = choice("auto", "auto", "float32", "compute", relevant=when("dtype", "bfloat16"))
     """Data type of logits: compute = that of `dtype`, auto = float32 on CUDA, else compute."""
-    quantization: str = choice("none", "none", "fp8", "int8", "int4", also="verl, cosmos-rl: rollout.quantization")
-    """Weights of linear layers in fewer bits, per output (int4: per 32 inputs); the server quantises every update."""
+    quantization: str = option("none", also="verl, cosmos-rl: rollout.quantization")
+    """Weights of linear layers: fp8, int8 = scaled per output, int4 = per 32 inputs; the server quantizes updates."""
     weight_buffer: str = choice("auto", "auto", "device", "host", relevant=when("device", "auto", "cuda"))
     """Second copy of the weights, for updates: device, host = updates wait for a copy, auto = device if it fits."""
     device: str = choice("auto", "auto", "cpu", "cuda")
@@ -138,6 +138,12 @@ class NativeServerConfig:
         return weight_bytes if weight_bytes >= 1 << 24 else 0
 
     def problems(self) -> Problems:
+        if self.quantization not in ("none", *_QUANTIZED_BITS):
+            text = f"{self.quantization!r} is not one of none, {', '.join(_QUANTIZED_BITS)}"
+            if self.quantization in ("nvfp4", "mxfp4"):
+                text = f"{self.quantization}: native servers have no kernels for 4-bit floats: use int4, or"
+                text += " vllm servers with vllm.quantization=mxfp4"
+            yield Problem("quantization", text, "config.not_a_choice")
         if self.max_total_tokens and self.context_length and self.max_total_tokens < self.context_length:
             yield "max_total_tokens", f"{self.max_total_tokens} is below context_length={self.context_length}: raise it"
 

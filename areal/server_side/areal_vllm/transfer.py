@@ -112,9 +112,14 @@ class ArealTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
     def start_weight_update(self) -> None:
         """Start an update: until `finish_weight_update` the weights belong to no single policy."""
         self.weights_whole = False
-        self._expected = frozenset(name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters())
+        before = self._parameter_names()
         self._loaded = set()
         initialize_layerwise_reload(self.model)
+        self._expected = before & self._parameter_names()  # scales of quantized weights are in no update
+
+    def _parameter_names(self) -> frozenset[str]:
+        """Of the kernels; within a reload, of a checkpoint."""
+        return frozenset(name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters())
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """The update of the base class without its synchronisation with an accelerator, which a CPU server lacks."""
