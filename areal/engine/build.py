@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from areal.api.batch import OutputSpec
-from areal.api.config import BaseExperimentConfig, RWConfig, TrainEngineConfig
+from areal.api.config import BaseExperimentConfig, PPOConfig, RWConfig, TrainEngineConfig
 from areal.api.config.load import load_experiment
 from areal.api.engine import ModelRole, TrainEngine
 from areal.api.errors import ArealError, ConfigError
@@ -20,6 +20,7 @@ from areal.engine.hf_model import resolve_model_folder
 from areal.engine.mesh import TrainerMesh
 from areal.models.mesh_rules import mesh_problem, package_problem
 from areal.models.model_shape import ModelShape
+from areal.models.recurrent_layers import require_native
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Builds `MegatronEngine`. The modules that import Megatron-Core, which needs CUDA, are imported here.
@@ -76,12 +77,15 @@ def role_of(config: BaseExperimentConfig, key: str) -> ModelRole:
 
 
 def refused_models(config: BaseExperimentConfig) -> list[tuple[str, str]]:
-    """Line and code for each model in a local folder that its engine will refuse, whatever its weights are."""
+    """Line and code for each model in a local folder that its engine will refuse, whatever its weights are, or that
+    native servers will."""
     found: dict[tuple[str, str], None] = {}
     for key, model in config.models.items():
         if config.train_backend == "fsdp" and Path(model.path, "config.json").is_file():
             try:
-                check_model(model, role=role_of(config, key), dims=config.allocation.train[0].parallel)
+                built = check_model(model, role=role_of(config, key), dims=config.allocation.train[0].parallel)
+                if key == "actor" and isinstance(config, PPOConfig) and config.server_backend == "native":
+                    require_native(built)
             except ArealError as error:
                 found[str(error), error.code] = None
     return list(found)

@@ -575,10 +575,9 @@ def build_fsdp_engine(
     )
 
 
-def check_model(config: TrainEngineConfig, *, role: ModelRole, dims: ParallelDims) -> None:
-    """Raise the error with which `build_fsdp_engine` refuses the model of a local folder, from its configuration alone.
-
-    ConfigError or InputError.
+def check_model(config: TrainEngineConfig, *, role: ModelRole, dims: ParallelDims) -> PreTrainedModel:
+    """The model of a local folder, without weights, from its configuration alone. Raises the error with which
+    `build_fsdp_engine` refuses it, ConfigError or InputError.
     """
     folder, compute, mesh = Path(config.path), _DTYPES[config.dtype], TrainerMesh.open(None)
     layout = read_vision_layout(config.path)
@@ -602,6 +601,7 @@ def check_model(config: TrainEngineConfig, *, role: ModelRole, dims: ParallelDim
     _token_model(model, config, role, mesh, None, () if layout is None else layout.banned_ids)
     if dims.world_size > 1 or compute != torch.float32:
         compute_buffers(model, mesh.device)
+    return model
 
 
 def _require_whole_states(model: PreTrainedModel, dims: ParallelDims) -> None:

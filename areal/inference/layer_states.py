@@ -20,10 +20,9 @@ from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.modeling_utils import PreTrainedModel
 
-from areal.api.errors import ConfigError
 from areal.inference.prefix_cache import Snapshots
 from areal.inference.scheduler import Sequence, Status
-from areal.models.recurrent_layers import cache_parameter, for_each_sequence, state_layers
+from areal.models.recurrent_layers import cache_parameter, for_each_sequence, require_native, state_layers
 
 _NO_LIMIT = (0.0, math.inf)
 _TRIAL = (3, 2)
@@ -80,7 +79,8 @@ class LayerStates:
     """All states of a model that has such layers. Only the engine thread uses it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """The model computes as before until `begin` is called."""
+        """The model computes as before until `begin` is called. ConfigError for one that cannot be served."""
+        require_native(model)
         self._device = model.device
         self.num_layers: int = model.config.get_text_config().num_hidden_layers
         self._layers: list[_Layer] = []
@@ -95,11 +95,9 @@ class LayerStates:
         number = max(getattr(model.config.get_text_config(), "number_of_conv_states", 1), 1)
         self._caches = Cache(layers=[LinearAttentionLayer() for _ in range(self.num_layers)])
         for module in state_layers(model).values():
-            name, index = cache_parameter(module), getattr(module, "layer_idx", None)
-            if name is None or not isinstance(index, int):
-                message = f"{type(module).__name__} keeps its state outside of the caches of transformers"
-                message = f"the native engine cannot serve {type(model).__name__}: {message}; use sglang or vllm"
-                raise ConfigError(message, code="model.unsupported")
+            name, index = cache_parameter(module), module.layer_idx
+            assert name is not None
+            assert isinstance(index, int)
             layer = _Layer(index, False, [[None, None] for _ in range(number)])
             self._layers.append(layer)
             self.parts |= set(module.modules())

@@ -35,7 +35,6 @@ from areal.inference.scheduler import Chunk, Sequence, StepPlan
 from areal.inference.vision import Vision, last_seen
 from areal.models.attention import described_masks
 from areal.models.output_head import has_float32_head, routers_of, unrounded_linear
-from areal.models.recurrent_layers import choosing_layers
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The model of a native server: loading, its vocabulary, and faster modules with equal results.
@@ -207,9 +206,6 @@ class ModelRunner:
 
     def _probe(self) -> AttentionProbe:
         """What all attention layers are, from a forward pass with one token."""
-        if choosing_layers(self.model):
-            text = f"the native engine cannot serve {type(self.model).__name__}: its tokens choose those that they see"
-            raise ConfigError(f"{text}; use sglang or vllm", code="model.unsupported")
         probe = AttentionProbe()
         one = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         config = self.model.config.get_text_config()

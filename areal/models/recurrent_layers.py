@@ -20,6 +20,8 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
+from areal.api.errors import ConfigError
+
 _CACHES = {"cache_params", "past_key_values", "state"}
 """Parameters of the forward function of a module that continues a sequence."""
 _CHUNK, _PADDED = 64, 1.5
@@ -67,6 +69,19 @@ def cache_parameter(layer: nn.Module) -> str | None:
     """The parameter by which a layer takes a `Cache` of transformers; None: it keeps its state otherwise."""
     names = inspect.signature(type(layer).forward).parameters
     return next((name for name in ("cache_params", "past_key_values") if name in names), None)
+
+
+def require_native(model: PreTrainedModel) -> None:
+    """Raise the ConfigError with which native servers refuse the layers of a model, which may have no weights."""
+    outside = [
+        f"{type(layer).__name__} keeps its state outside of the caches of transformers"
+        for layer in state_layers(model).values()
+        if cache_parameter(layer) is None or not isinstance(getattr(layer, "layer_idx", None), int)
+    ]
+    problems = ["its tokens choose those that they see"] if choosing_layers(model) else outside
+    if problems:
+        text = f"the native engine cannot serve {type(model).__name__}: {problems[0]}; use sglang or vllm"
+        raise ConfigError(text, code="model.unsupported")
 
 
 def linear_without_call(model: PreTrainedModel) -> set[nn.Module]:

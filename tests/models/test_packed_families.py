@@ -19,6 +19,7 @@ from areal.api.config.train import LoRAConfig
 from areal.api.errors import ConfigError
 from areal.data.balance import balanced_parts
 from areal.data.pack import take
+from areal.engine import build
 from areal.engine.fsdp import check_model
 from areal.engine.mesh import TrainerMesh
 from areal.inference.model_runner import ModelRunner, use_paged_attention
@@ -245,7 +246,7 @@ def test_calls_are_padded_where_that_costs_little(runs, expected):
     assert neighbours(runs) == expected
 
 
-SFT = str(Path(__file__).parents[2] / "examples" / "quickstart" / "sft.yaml")
+SFT, GRPO = (str(Path(__file__).parents[2] / "examples" / "quickstart" / name) for name in ("sft.yaml", "grpo.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -262,6 +263,22 @@ def test_a_dry_run_says_the_line_of_the_trainer(tmp_path, family, mesh):
         expected = [[str(error), error.code]]
     assert refused_models(config) == expected
     assert bool(expected) == ((family, mesh) != ("qwen3_5_text", "d1"))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "llama4_text", "qwen3_5_text"])
+def test_a_dry_run_says_the_line_of_the_native_server(tmp_path, family):
+    model = small_model(family)
+    model.save_pretrained(tmp_path)
+    use_paged_attention(model)
+    expected = []
+    try:
+        ModelRunner(model)
+    except ConfigError as error:
+        expected = [(str(error), error.code)]
+    assert bool(expected) == (family in CHOOSING)
+    for servers in ("native", "vllm"):
+        words = ["--config", GRPO, f"actor.path={tmp_path}", f"allocation_mode={servers}:d1+fsdp:d1"]
+        assert build.refused_models(load_experiment(words)) == (expected if servers == "native" else [])
 
 
 @pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_5_moe_text", "qwen4_exp_text", "zaya"])
