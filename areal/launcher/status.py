@@ -29,6 +29,7 @@ from areal.launcher.backend import ProcessBackend
 from areal.launcher.preflight import newest_checkpoint, step_of
 from areal.launcher.result import HeldOutLines, RunAlarmLines
 from areal.launcher.units import Child
+from areal.observe.trace import WAIT
 from areal.system.discovery import NameRegistry
 from areal.system.durable import append_line
 from areal.system.heartbeat import Beat, read_beats, write_beats
@@ -220,8 +221,10 @@ def _trainers(group: _Group) -> str:
     who = group.names[0] if len(group.names) == 1 else f"each of {_listed(group.names)}"
     if group.step is None:
         return f"{who} {group.doing} (for {group.for_s:.0f} s)"
-    if group.doing == "rollout":
-        return f"{who} has waited {group.for_s:.0f} s for batch {group.step}"
+    if group.doing.startswith(WAIT):
+        what = group.doing.removeprefix(WAIT)
+        what = f"batch {group.step}" if what == "batch" else f"the {what} of step {group.step}"
+        return f"{who} has waited {group.for_s:.0f} s for {what}"
     where = group.doing if group.doing.startswith("after ") else f"in {group.doing}"
     return f"{who} has been {where} of step {group.step} for {group.for_s:.0f} s"
 

@@ -31,7 +31,7 @@ def beat(pid, doing, for_s=312.0, step=None, beats=1):
     return Beat(pid=pid, beats=beats, doing=doing, for_s=for_s, step=step)
 
 
-ROLLOUT = {0: ("rollout", 42), 1: ("rollout", 42)}
+ROLLOUT = {0: ("wait_batch", 42), 1: ("wait_batch", 42)}
 PIDS = {"controller": 10, "server-0": 20, "server-1": 21, "trainer-0": 30, "trainer-1": 31}
 
 
@@ -113,7 +113,7 @@ def one_rank_behind(run):
 
 def one_rank_a_step_behind(run):
     run.status = status_of("batch 42: 0 of 32 episodes accepted, 0 running")
-    run.trainers({0: ("rollout", 42), 1: ("after_step", 41)})
+    run.trainers({0: ("wait_batch", 42), 1: ("after_step", 41)})
 
 
 def replica_at_an_old_version(run):
@@ -255,11 +255,11 @@ def test_stacks_are_requested_only_from_processes_with_heartbeats():
 
 
 def step_of_trainer(run):
-    run.trainers({0: ("rollout", 42 + int(run.now_s))})
+    run.trainers({0: ("wait_batch", 42 + int(run.now_s))})
 
 
 def phase_of_one_rank(run):
-    run.trainers({1: (("update", "rollout")[int(run.now_s / 30) % 2], 42)})
+    run.trainers({1: (("update", "wait_batch")[int(run.now_s / 30) % 2], 42)})
 
 
 def short_phase_before(run):
@@ -268,7 +268,7 @@ def short_phase_before(run):
 
 
 def same_phase_again(run):
-    run.beats["trainer-0"] = beat(30, "rollout", 0.0, 42)
+    run.beats["trainer-0"] = beat(30, "wait_batch", 0.0, 42)
 
 
 def process_started(run):
