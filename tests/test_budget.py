@@ -39,7 +39,7 @@ BUDGET = {
     "fleet": Size(6255, 15, 0),
     "importers": Size(3450, 8, 0),
     "inference": Size(6153, 18, 0),
-    "launcher": Size(8646, 25, 0),
+    "launcher": Size(8649, 25, 0),
     "ledger": Size(3991, 11, 0),
     "models": Size(1507, 10, 0),
     "observe": Size(2092, 11, 0),
