@@ -671,7 +671,7 @@ def _devices(draft: Draft) -> None:
         flags |= {"enable_chunked_prefill": "enable_chunked_prefill", "enforce_eager": "enforce_eager"}
         flags |= {"quantization": "quantization"} if draft.get("rollout.quantization") == "fp8" else {}
     draft.server("rollout.", server, flags)
-    draft.lack("vLLM rounds to fp8: vllm.quantization", "rollout.quantization", off=("none", None))
+    draft.lack("vLLM quantizes to fp8: vllm.quantization", "rollout.quantization", off=("none", None))
 
 
 def _turns(draft: Draft) -> None:

@@ -98,7 +98,7 @@ def take_servers(draft: Draft) -> None:
     if backend == "vllm" and draft.get(f"{ROLLOUT}.quantization") == "fp8":
         why = "verl: quantization=fp8, in blocks of 128 x 128"
         draft.set("vllm.quantization", "fp8_per_block", why, f"{ROLLOUT}.quantization")
-    draft.lack("vLLM servers round to fp8: vllm.quantization", f"{ROLLOUT}.quantization*")
+    draft.lack("vLLM servers quantize to fp8: vllm.quantization", f"{ROLLOUT}.quantization*")
     draft.drop("flags of another server", f"{ROLLOUT}.engine_kwargs.*", *(f"{ROLLOUT}.{name}" for name in _VLLM_FLAGS))
     draft.drop("all models of a trainer are divided like the actor", "*ulysses_sequence_parallel_size")
 

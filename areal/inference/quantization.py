@@ -168,7 +168,7 @@ def quantize(model: PreTrainedModel, kind: str) -> None:
     ]
     if not names:
         raise ConfigError(quantization_refusal(kind, "no linear layers of a fitting size"), code="model.unsupported")
-    for name in names:  # a weight is freed before the next one is rounded
+    for name in names:  # a weight is freed before the next one is quantized
         path, _, own = name.rpartition(".")
         parent = decoder.get_submodule(path)
         setattr(parent, own, QuantizedLinear(getattr(parent, own), scheme))

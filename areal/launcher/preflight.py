@@ -396,12 +396,12 @@ def nccl_versions(config: PPOConfig) -> NcclVersions:
 
 
 def notices(config: PPOConfig) -> list[str]:
-    """The flags that have no effect on the servers of this run, one line for each reason, and what rounded weights
+    """The flags that have no effect on the servers of this run, one line for each reason, and what quantized weights
     need."""
     backend, result = backend_named(config.server_backend), list[str]()
     correction = config.actor.rollout_correction
     if config.served_quantization and not config.actor.use_decoupled_loss and (not correction or correction.only_logs):
-        text = "answers come from rounded weights (batch/prox_rollout_gap_abs is the difference): weight them by"
+        text = "answers come from quantized weights (batch/prox_rollout_gap_abs is the difference): weight them by"
         advice = "actor.use_decoupled_loss=true and actor.behav_imp_weight_cap=5, or actor.rollout_correction.upper=2"
         result.append(f"areal: {config.served_quantization}: {text} {advice}")
     if backend.flags is None:

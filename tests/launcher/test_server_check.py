@@ -177,10 +177,10 @@ def test_flags_without_effect_are_listed_once():
     assert notices(config_of("vllm", vllm={"seed": 1}, rollout=attached))[0].startswith("areal: vllm: ")
 
 
-def test_rounded_weights_without_a_correction_are_pointed_out():
+def test_quantized_weights_without_a_correction_are_pointed_out():
     native = NativeServerConfig(quantization="int8")
     (text,) = notices(config_of("native", native=native))
-    assert text.startswith("areal: native.quantization=int8: answers come from rounded weights")
+    assert text.startswith("areal: native.quantization=int8: answers come from quantized weights")
     actor = {"path": "org/model", "optimizer": OptimizerConfig()}
     for correction in ({"use_decoupled_loss": True}, {"rollout_correction": RolloutCorrectionConfig(upper=2)}):
         assert not notices(config_of("native", native=native, actor=PPOActorConfig(**actor, **correction)))
