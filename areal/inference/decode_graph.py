@@ -161,20 +161,21 @@ class _Product:
             if added is not None:
                 return product.binary(states, added, self._packed, self._bias, "add")
             return product(states, self._packed, self._bias, "none", [], "")
-        results = self._results(states)
+        if self.is_quantized:
+            results = [_product_of(one, states) for one in self.modules]
+        else:
+            results = [linear(states, one.weight, one.bias) for one in self.modules]
         result = results[0] if len(results) == 1 else torch.cat(results, dim=-1)
         return result if added is None else added + result
-
-    def _results(self, states: Tensor) -> list[Tensor]:
-        if self.is_quantized:
-            return [_product_of(one, states) for one in self.modules]
-        return [linear(states, one.weight, one.bias) for one in self.modules]
 
     def each(self, states: Tensor) -> list[Tensor]:
         """The products with the modules."""
         if self._packed is not None:
             return self._split(self(states))
-        results = self._results(states)
+        if self.is_quantized:
+            results = [_product_of(one, states) for one in self.modules]
+        else:
+            results = [linear(states, one.weight, one.bias) for one in self.modules]
         if self.adapters is not None and self.adapters.is_active:
             self.adapters.add(self.modules, states, results)
         return results
