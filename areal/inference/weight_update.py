@@ -137,7 +137,7 @@ class ServedWeights:
         if layer is not None:
             for tensor, new in zip(layer.held, layer.scheme.stored(second), strict=True):
                 self._second_of(tensor).copy_(new)
-        self._received[name] = self._held(target)
+        self._received[name] = (target,) if layer is None else layer.held
 
     def start(self, update_id: str) -> None:
         """What follows belongs to the update `update_id`: values of another one are forgotten."""

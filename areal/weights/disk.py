@@ -126,19 +126,16 @@ class DiskChannel(FolderChannel):
     ) -> None:
         """`model_folder`: source of config.json, which makes a version a loadable checkpoint."""
         super().__init__(engine, ranks, control, folder)
-        self._model_folder = model_folder
+        paths = [] if model_folder is None else [model_folder / name for name in _COPIED]
+        self._other_files = {path.name: path.read_bytes() for path in paths if path.is_file()}
 
     def _name(self, version: int) -> str:
         return f"v{version:06d}"
 
     def _write(self, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
         write_weights(folder, weights, MAX_FILE_BYTES)
-        for name, content in self._other_files().items():
+        for name, content in self._other_files.items():
             (folder / name).write_bytes(content)
-
-    def _other_files(self) -> dict[str, bytes]:
-        paths = [] if self._model_folder is None else [self._model_folder / name for name in _COPIED]
-        return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
     def _update_from(self, folder: Path, version: int) -> WeightUpdate:
         return WeightUpdate(version=version, kind="disk", path=str(folder))
@@ -231,7 +228,7 @@ class DeltaChannel(HttpChannel):
         if not base:  # of an earlier process: later a server may be waiting for a folder that is being written
             finish_interrupted_writes(self._folder)
         if image is None:
-            image = WeightImage(self._source.weight_specs(), self._other_files())
+            image = WeightImage(self._source.weight_specs(), self._other_files)
         folder = self._folder / self._name(version)
         difference = folder.with_name(f"{DELTA}{folder.name}")
         changes = image.take(weights, compare=not is_whole)
