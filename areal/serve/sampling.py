@@ -176,8 +176,11 @@ class _Turn:
 
 
 class WholeWeights:
-    """Whole checkpoints that take turns on the inference servers: one turn after another, in the order of their first
-    requests. A request joins a turn of its weights that has not begun, or the running one while no other waits."""
+    """One whole checkpoint at a time on all inference servers.
+
+    Requests for the same checkpoint form a turn, and turns run in the order of their first requests. A request joins a
+    turn of its checkpoint that has not started, or the running turn if no other turn is queued.
+    """
 
     def __init__(self, fleet: Fleet, base: Path) -> None:
         """`base`: a checkpoint with the weights that the servers start with."""
@@ -193,9 +196,10 @@ class WholeWeights:
 
     @asynccontextmanager
     async def used(self, folder: Path | None) -> AsyncIterator[str]:
-        """All servers have the checkpoint in `folder`, or the base model, while the block runs. There is no adapter.
+        """All servers have the checkpoint in `folder`, or the base model (None), while the block runs. Yields the empty
+        name of no adapter.
 
-        Waits for the turns before. ArealError when no server could load it.
+        Waits for earlier turns. ArealError when no server could load the checkpoint.
         """
         turn = self._join(folder or self._base)
         try:
@@ -223,7 +227,8 @@ class WholeWeights:
         return turn
 
     def _begin(self) -> None:
-        """Let the first turn run. The load of a turn that everyone has left goes on; the next one waits for its end."""
+        """Start the load for the first turn. The load of a turn whose requests were all cancelled is not cancelled: the
+        next load starts after it."""
         self._load = asyncio.create_task(self._run(self._turns[0], self._load), name="load weights")
 
     async def _run(self, turn: _Turn, before: "asyncio.Task[None] | None") -> None:
@@ -246,7 +251,7 @@ class WholeWeights:
 
     def __contains__(self, folder: Path) -> bool:
         """Whether servers may read the checkpoint in `folder`: also one that starts again loads it."""
-        return folder in self._targets or any(turn.folder == folder for turn in self._turns)
+        return folder in self._targets
 
     async def close(self) -> None:
         """Cancel the load, and wait for its end."""
@@ -397,7 +402,7 @@ def _adapter_name(folder: Path) -> str:
 
 
 def _noted(future: "asyncio.Future[None]") -> None:
-    """Its error is that of every request; without any it is no reason for a traceback in the log."""
+    """Retrieve the error, which every request gets: asyncio logs a traceback for one that nobody retrieves."""
     if not future.cancelled():
         future.exception()
 

@@ -103,7 +103,7 @@ class WholeModel(_Slots):
         self._active = name
 
     def activate(self, name: str) -> None:
-        """It is in the engine."""
+        """Nothing to do: the only state is in the engine."""
 
     def step(self, settings: StepSettings) -> Metrics:
         """An optimiser step, whose error drops the state: some weights may have changed."""
