@@ -176,11 +176,9 @@ class _Turn:
 
 
 class WholeWeights:
-    """One whole checkpoint at a time on all inference servers.
-
-    Requests for the same checkpoint form a turn, and turns run in the order of their first requests. A request joins a
-    turn of its checkpoint that has not started, or the running turn if no other turn is queued.
-    """
+    """One whole checkpoint at a time on all inference servers. Requests for one checkpoint form a turn; a request joins
+    a queued turn of its checkpoint, or the running turn if none is queued. Turns run in the order of their first
+    requests."""
 
     def __init__(self, fleet: Fleet, base: Path) -> None:
         """`base`: a checkpoint with the weights that the servers start with."""
@@ -196,11 +194,8 @@ class WholeWeights:
 
     @asynccontextmanager
     async def used(self, folder: Path | None) -> AsyncIterator[str]:
-        """All servers have the checkpoint in `folder`, or the base model (None), while the block runs. Yields the empty
-        name of no adapter.
-
-        Waits for earlier turns. ArealError when no server could load the checkpoint.
-        """
+        """All servers have the checkpoint in `folder` (None: the base model) while the block runs. Yields "".
+        Waits for earlier turns. ArealError when no server could load the checkpoint."""
         turn = self._join(folder or self._base)
         try:
             await asyncio.shield(turn.is_loaded)
@@ -227,8 +222,7 @@ class WholeWeights:
         return turn
 
     def _begin(self) -> None:
-        """Start the load for the first turn. The load of a turn whose requests were all cancelled is not cancelled: the
-        next load starts after it."""
+        """Start the load of the first turn, after that of the turn before, which also runs without requests."""
         self._load = asyncio.create_task(self._run(self._turns[0], self._load), name="load weights")
 
     async def _run(self, turn: _Turn, before: "asyncio.Task[None] | None") -> None:
