@@ -12,9 +12,10 @@ from areal.planner.service import ServerTimes, ServiceTimes, TrainerTimes, most_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """From the data sheet of the maker: dense bf16."""
+    """From the data sheet of the maker, without sparsity."""
 
     tflops: float
+    """In bf16."""
     bytes_per_s: float
     """Of the memory."""
     memory_bytes: float
@@ -22,15 +23,19 @@ class Card:
     """Bandwidth of NVLink in one direction."""
     far_bytes_per_s: float
     """Bandwidth of the network between machines in one direction, for each card. Assumed: 200 (a100) or 400 Gbit/s."""
+    fp8: int = 2
+    """Peak rate in FP8 by that in bf16; 0 = the card has none."""
 
 
 CARDS = {
-    "a100": Card(tflops=312.0, bytes_per_s=2.0e12, memory_bytes=80e9, near_bytes_per_s=300e9, far_bytes_per_s=25e9),
+    "a100": Card(
+        tflops=312.0, bytes_per_s=2.0e12, memory_bytes=80e9, near_bytes_per_s=300e9, far_bytes_per_s=25e9, fp8=0
+    ),
     "h100": Card(tflops=989.0, bytes_per_s=3.35e12, memory_bytes=80e9, near_bytes_per_s=450e9, far_bytes_per_s=50e9),
     "h200": Card(tflops=989.0, bytes_per_s=4.8e12, memory_bytes=141e9, near_bytes_per_s=450e9, far_bytes_per_s=50e9),
     "b200": Card(tflops=2250.0, bytes_per_s=8.0e12, memory_bytes=180e9, near_bytes_per_s=900e9, far_bytes_per_s=50e9),
 }
-MEMORY_SHARE, PREFILL_SHARE, TRAIN_SHARE, LINK_SHARE = 0.7, 0.5, 0.4, 0.5
+MEMORY_SHARE, PREFILL_SHARE, TRAIN_SHARE, FP8_SHARE, LINK_SHARE = 0.7, 0.5, 0.4, 0.3, 0.5
 """Fractions of the peak rates of memory, card and links that are reached. They are assumptions, and printed."""
 STEP_OVERHEAD_S, REDUCE_S = 0.003, 10e-6
 """Time of a decode step without its computation (scheduling, sampling, launches), and of each of two sums over the
@@ -39,7 +44,7 @@ _WIDTH = 2.0  # Bytes of a number of the weights and the cache.
 
 
 def card_times(name: str, config: PPOConfig, *, tokens: float) -> ServiceTimes:
-    """`tokens`: of a train step. ConfigError for an unknown card or model.
+    """`tokens`: of a train step. ConfigError for an unknown card or model, and for a card without what it needs.
 
     A trainer's micro-batch takes as long as its computation with the sums of its tensor ranks, or as gathering the
     weights of a data rank, whichever is longer; stages of a pipeline wait for its first and last micro-batches.
@@ -54,12 +59,14 @@ def card_times(name: str, config: PPOConfig, *, tokens: float) -> ServiceTimes:
     memory_per_s = card.bytes_per_s * MEMORY_SHARE * size
     token_s = 2 * active / (card.tflops * 1e12 * PREFILL_SHARE * size)
     weight_bytes = shape.parameters * _WIDTH
+    served_bytes = weight_bytes - shape.block_matrices * (_WIDTH - (config.served_bits or 16) / 8)
     transfer_s = weight_bytes / size / (card.far_bytes_per_s * LINK_SHARE)
     reduce_s = 0.0 if size == 1 else 2 * shape.layers * REDUCE_S
     has_second_copy = config.server_backend == "native"
-    kept_bytes = card.memory_bytes * CARD_SHARE * size - weight_bytes * (1 + has_second_copy)
+    kept_bytes = card.memory_bytes * CARD_SHARE * size - served_bytes * (1 + has_second_copy)
 
     pass_s = 2 * active / (card.tflops * 1e12 * TRAIN_SHARE * dims.world_size)  # of a token, over all ranks
+    saved_s = _saved_by_fp8_s(config, card, shape, name)
     summed_bytes = 4 * shape.layers * shape.hidden * _WIDTH * (dims.tp - 1) / dims.tp
     pass_s += summed_bytes / (card.near_bytes_per_s * LINK_SHARE * dims.world_size / dims.tp)
     micro_tokens, data_ranks = largest_micro_batch(config), dims.dp * dims.cp
@@ -70,9 +77,10 @@ def card_times(name: str, config: PPOConfig, *, tokens: float) -> ServiceTimes:
     micro_batches = max(1.0, tokens / (micro_tokens * dims.dp * config.actor.ppo_n_minibatches))
     bubble = 1 + (dims.pp - 1) / micro_batches
     passes = 3 + config.actor.gradient_checkpointing
+    is_exact = config.actor.fp8 is not None and config.actor.fp8.recipe == "rowwise_with_gw_hp"  # gradients of weights
     return ServiceTimes(
         server=ServerTimes(
-            step_s=weight_bytes / memory_per_s + STEP_OVERHEAD_S + reduce_s,
+            step_s=served_bytes / memory_per_s + STEP_OVERHEAD_S + reduce_s,
             sequence_s=token_s,
             context_s=shape.kv_values_per_token * _WIDTH / memory_per_s,
             prefill_s=token_s,
@@ -83,14 +91,15 @@ def card_times(name: str, config: PPOConfig, *, tokens: float) -> ServiceTimes:
             max_context=max(0.0, kept_bytes / (shape.kv_values_per_token * _WIDTH or math.inf)),
         ),
         trainer=TrainerTimes(
-            before_token_s=(1 + (config.ref is not None)) * bubble * max(pass_s, gather_s),
-            update_token_s=bubble * max(passes * pass_s, 2 * gather_s),
+            before_token_s=bubble
+            * (max(pass_s - saved_s, gather_s) + (config.ref is not None) * max(pass_s, gather_s)),
+            update_token_s=bubble * max(passes * pass_s - (passes - is_exact) * saved_s, 2 * gather_s),
             publish_s=transfer_s,
             after_s=0.5,
         ),
         source=f"extrapolated from the specification of {name} for {shape.parameters / 1e9:.1f}B parameters, of whose "
-        f"peaks {MEMORY_SHARE:.0%} (memory), {PREFILL_SHARE:.0%} (prefill), {TRAIN_SHARE:.0%} (training) and "
-        f"{LINK_SHARE:.0%} (links) are assumed",
+        f"peaks {MEMORY_SHARE:.0%} (memory), {PREFILL_SHARE:.0%} (prefill), {TRAIN_SHARE:.0%} (training, "
+        f"{FP8_SHARE:.0%} in FP8) and {LINK_SHARE:.0%} (links) are assumed",
         is_extrapolated=True,
     )
 
@@ -99,6 +108,22 @@ def known_card(name: str) -> Card:
     if (card := CARDS.get(name.lower())) is None:
         raise ConfigError(f"--card {name}: choose one of {', '.join(CARDS)}", code="plan.unknown_card")
     return card
+
+
+def _saved_by_fp8_s(config: PPOConfig, card: Card, shape: ModelShape, name: str) -> float:
+    """Seconds of a token, over all ranks, by which a pass of the actor is faster; 0 without FP8."""
+    actor = config.actor
+    is_megatron = config.train_backend == "megatron"
+    if not (actor.megatron.fp8 if is_megatron else actor.fp8):
+        return 0.0
+    if not card.fp8:
+        key = "actor.megatron.fp8" if is_megatron else "actor.fp8"
+        raise ConfigError(f"{key}: --card {name} has no FP8: remove it, or name another card", code="plan.no_fp8")
+    weights = shape.block_matrices
+    if shape.experts and not is_megatron:  # torchao leaves experts in the compute type
+        weights -= 3 * shape.experts * shape.hidden * shape.intermediate * shape.layers
+    before_s, after_s = 1 / (card.tflops * TRAIN_SHARE), 1 / (card.fp8 * card.tflops * FP8_SHARE)
+    return 2 * weights * (before_s - after_s) / (1e12 * config.allocation.train[0].parallel.world_size)
 
 
 def _active_parameters(shape: ModelShape) -> float:

@@ -10,6 +10,8 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from areal.api.config import NativeServerConfig
+from areal.api.config.train import Float8Config
 from areal.cli.main import run_command
 from areal.planner import calibration, command
 from areal.planner.calibration import calibrate
@@ -254,6 +256,32 @@ def test_the_times_of_a_card(tmp_path):
     # Small micro-batches take as long as gathering half of the weights twice.
     small = times("sglang:d1t4+fsdp:d8t2", mb_spec=replace(config.actor.mb_spec, max_tokens_per_mb=64))
     assert small.trainer.update_token_s == pytest.approx(2 * weights / 2 * (7 / 8) / (25e9 * 64 * 8), rel=1e-3)
+
+
+def test_the_times_of_a_card_in_8_bits(tmp_path):
+    """Weights in 8 bits are read faster, and an H100 multiplies them faster, by hand; an A100 has no FP8."""
+    shape = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+    shape |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    config = replace(setting().config, allocation_mode="native:d1+fsdp:d1")
+
+    def times(card: str = "h100", kind: str = "none", **of_actor):
+        actor = replace(config.actor, path=str(tmp_path), gradient_checkpointing=False, **of_actor)
+        changed = replace(config, native=NativeServerConfig(quantization=kind), actor=actor)
+        return card_times(card, changed, tokens=1e6)
+
+    blocks, memory = 32 * 4096 * (2 * 40 * 128 + 3 * 14336), 3.35e12 * 0.7
+    before_s = times().server.step_s
+    assert before_s - times(kind="int8").server.step_s == pytest.approx(blocks / memory)
+    assert before_s - times(kind="int4").server.step_s == pytest.approx(1.5 * blocks / memory)
+    saved_s = 2 * blocks * (1 / (989e12 * 0.4) - 1 / (2 * 989e12 * 0.3))
+    trainer, plain = times(fp8=Float8Config()).trainer, times().trainer
+    assert plain.update_token_s - trainer.update_token_s == pytest.approx(3 * saved_s)
+    assert plain.before_token_s - trainer.before_token_s == pytest.approx(saved_s)
+    mixed = times(fp8=Float8Config(recipe="rowwise_with_gw_hp")).trainer  # one of the three products in bf16
+    assert plain.update_token_s - mixed.update_token_s == pytest.approx(2 * saved_s)
+    with raises_code("plan.no_fp8"):
+        times("a100", fp8=Float8Config())
 
 
 def test_rewards_of_several_answers_at_a_time_are_not_added(tmp_path):

@@ -470,6 +470,7 @@ def _servers(*backends: str) -> Condition:
 
 
 KL_WITH_REFERENCE = 0.1
+_QUANTIZED_TO_8_BITS = ("int8", "fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8")
 _KL = above("actor.kl_ctl", 0) | above("actor.kl_loss_coef", 0)
 _RESETS = given("ref") & _KL
 
@@ -570,9 +571,16 @@ class PPOConfig(BaseExperimentConfig):
     def served_dtype(self) -> str:
         """In which the servers compute, as far as it bounds how much equal weights may differ; float8 and int4 =
         quantized weights of 8 and 4 bits."""
-        if kind := self.served_quantization:
-            return "float8" if "8" in kind and "4" not in kind else "int4"
+        if (bits := self.served_bits) is not None:
+            return "float8" if bits == 8 else "int4"
         return self.native.dtype if self.server_backend == "native" else "bfloat16"
+
+    @property
+    def served_bits(self) -> int | None:
+        """Of a weight that the servers quantize; None: they do not. Formats that are not listed have the wide bounds
+        of 4 bits."""
+        kind = self.served_quantization.rpartition("=")[2]
+        return None if not kind else 8 if kind in _QUANTIZED_TO_8_BITS else 4
 
     @property
     def served_quantization(self) -> str:
