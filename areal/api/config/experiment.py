@@ -564,21 +564,18 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def _can_spare_a_server(self) -> bool:
-        servers = self.allocation.inference if self.server_backend else None
-        return servers is not None and servers.num_replicas > 1
+        return bool(self.server_backend and self.allocation.inference and self.allocation.inference.num_replicas > 1)
 
     @property
     def served_dtype(self) -> str:
-        """In which the servers compute, as far as it bounds how much equal weights may differ; float8 and int4 =
-        quantized weights of 8 and 4 bits."""
+        """In which the servers compute, where it bounds how much equal weights may differ; float8, int4 = quantized."""
         if (bits := self.served_bits) is not None:
             return "float8" if bits == 8 else "int4"
         return self.native.dtype if self.server_backend == "native" else "bfloat16"
 
     @property
     def served_bits(self) -> int | None:
-        """Of a weight that the servers quantize; None: they do not. Formats that are not listed have the wide bounds
-        of 4 bits."""
+        """Bits of a weight that the servers quantize, 4 for a format that is not listed; None: they do not."""
         kind = self.served_quantization.rpartition("=")[2]
         return None if not kind else 8 if kind in _QUANTIZED_TO_8_BITS else 4
 
