@@ -605,20 +605,26 @@ class Ledger:
             self._log.keep(episode_id, running.attempt, payload)
 
     def batched(
-        self, *, step: int, version: int, mask_before: int, episode_ids: Sequence[int], stats: dict[str, float]
+        self,
+        *,
+        step: int,
+        version: int,
+        mask_before: int,
+        episode_ids: Sequence[int],
+        stats: dict[str, float],
+        by_tree: bool = False,
     ) -> BatchRecord:
-        """Record the composition of a train batch."""
-        self._record(
-            {
-                "event": "batched",
-                "step": step,
-                "version": version,
-                "mask_before": mask_before,
-                "ids": list(episode_ids),
-                "stats": stats,
-                "at": self._clock(),
-            }
-        )
+        """Record the composition of a train batch. `by_tree`: as in BatchRecord."""
+        event: Event = {
+            "event": "batched",
+            "step": step,
+            "version": version,
+            "mask_before": mask_before,
+            "ids": list(episode_ids),
+            "stats": stats,
+            "at": self._clock(),
+        }
+        self._record(event | {"by_tree": True} if by_tree else event)
         return self.state.batches[step]
 
     def consumed(self, *, step: int, version: int, weights: str = "", ess: float | None = None) -> None:

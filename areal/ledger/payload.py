@@ -24,6 +24,7 @@ from areal.api.columns import ColumnSpec, to_array
 from areal.api.data import BASELINE, MAX_LOGPROB, TURN_REWARDS, Trajectory, TrajectoryGroup, first_of_sessions
 from areal.api.errors import ArealError, InputError, LedgerError
 from areal.api.table import CORE, IMAGE_COUNT, SESSION, StoredColumn, TokenTable, image_columns, images_of, to_numpy
+from areal.data.tree_shares import GroupTree, group_tree
 from areal.ledger.event_files import PayloadReader
 from areal.ledger.state import Event, TokenCounts, count_by_version
 
@@ -406,20 +407,32 @@ class PayloadHead(NamedTuple):
 
     num_tokens: int
     columns: tuple[StoredColumn, ...]
+    tree: GroupTree | None = None
 
 
-def payload_head(payload: bytes) -> PayloadHead:
-    _, _, _, _, num_tokens, size = _HEAD.unpack_from(payload)
-    return PayloadHead(num_tokens, _header(payload[_HEAD.size : _HEAD.size + size]))
+def payload_head(payload: bytes, *, with_tree: bool = False) -> PayloadHead:
+    """Raises ValueError for other bytes."""
+    _, _, _, num_rows, num_tokens, size = _HEAD.unpack_from(payload)
+    end = _HEAD.size + size
+    columns = _header(payload[_HEAD.size : end])
+    if not with_tree:
+        return PayloadHead(num_tokens, columns)
+    lengths = np.frombuffer(payload, "<i4", num_rows, end)
+    token_ids = np.frombuffer(payload, "<i4", num_tokens, end + lengths.nbytes)
+    return PayloadHead(num_tokens, columns, group_tree(token_ids, lengths))
 
 
-def read_head(reader: PayloadReader, episode_id: int, where: tuple[int, int, int]) -> PayloadHead:
-    """The head of a recorded payload, of a few bytes at its start. Raises LedgerError."""
+def read_head(
+    reader: PayloadReader, episode_id: int, where: tuple[int, int, int], *, with_tree: bool = False
+) -> PayloadHead:
+    """The head of a recorded payload, of a few bytes at its start and, for its tree, its tokens. Raises LedgerError."""
     segment, offset, _ = where
     start = reader.read((segment, offset, _HEAD.size))
     _require_format(episode_id, start)
+    _, _, _, num_rows, num_tokens, size = _HEAD.unpack(start)
+    size += 4 * (num_rows + num_tokens) if with_tree else 0
     try:
-        return payload_head(start + reader.read((segment, offset + _HEAD.size, _HEAD.unpack(start)[5])))
+        return payload_head(start + reader.read((segment, offset + _HEAD.size, size)), with_tree=with_tree)
     except ValueError as error:
         raise _bad_payload(episode_id, f"is damaged: {error}") from error
 

@@ -127,6 +127,8 @@ class BatchRecord:
     episode_ids: tuple[int, ...]
     payloads: tuple[tuple[int, int, int], ...]
     stats: dict[str, float]
+    by_tree: bool = False
+    """Shares of data ranks are balanced by tokens of which those that rows share are counted once."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -392,6 +394,7 @@ class LedgerState:
             episode_ids=tuple(ids),
             payloads=tuple(self.waiting[episode_id].payload for episode_id in ids),
             stats=event["stats"],
+            by_tree=event.get("by_tree", False),
         )
         self._move_all(ids, WAITING, BATCHED)
         for episode_id in ids:

@@ -54,7 +54,8 @@ class RegradedPayloads:
     def share(self, record: BatchRecord, *, dp_rank: int, dp_size: int) -> BatchShare:
         """The share of a rank, composed as the recorded one."""
         payloads = [self._payload(episode_id) for episode_id in record.episode_ids]
-        part = share_parts([payload_head(payload) for payload in payloads], dp_size)[dp_rank]
+        heads = [payload_head(payload, with_tree=record.by_tree) for payload in payloads]
+        part = share_parts(heads, dp_size)[dp_rank]
         return build_share(
             [payloads[index] for index in part.indices],
             part,

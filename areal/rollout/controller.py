@@ -254,6 +254,7 @@ class Controller:
             smallest_batch=limits.smallest_batch,
             max_staleness=limits.max_staleness,
             on_stale=options.on_stale,
+            by_tree=self.shape.dp_size > 1 and config.actor.shared_prefixes == "tree",
             setpoint=limits.setpoint,
             producer=self._producer,
             on_fatal=self.fail,

@@ -43,6 +43,7 @@ def encode_head(record: BatchRecord, part: SharePart | None = None) -> bytes:
         "ids": record.episode_ids,
         "payloads": record.payloads,
         "stats": record.stats,
+        "by_tree": record.by_tree,
         "part": part and [part.indices, [declaration(column) for column in part.columns]],
     }
     head = orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
@@ -62,6 +63,7 @@ def decode_head(answer: bytes) -> tuple[BatchHead, int]:
             episode_ids=tuple(head["ids"]),
             payloads=tuple((segment, offset, size) for segment, offset, size in head["payloads"]),
             stats=head["stats"],
+            by_tree=head["by_tree"],
         )
         if head["part"] is None:
             return BatchHead(record, None), end
@@ -97,7 +99,8 @@ def read_share(reader: PayloadReader, record: BatchRecord, *, dp_rank: int, dp_s
     Raises LedgerError when one of its episodes is missing or damaged.
     """
     episodes = list(zip(record.episode_ids, record.payloads, strict=True))
-    part = share_parts([read_head(reader, episode_id, where) for episode_id, where in episodes], dp_size)[dp_rank]
+    heads = [read_head(reader, episode_id, where, with_tree=record.by_tree) for episode_id, where in episodes]
+    part = share_parts(heads, dp_size)[dp_rank]
     payloads: list[bytes] = []
     for index in part.indices:
         episode_id, where = episodes[index]

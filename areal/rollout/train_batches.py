@@ -19,6 +19,7 @@ import numpy as np
 from areal.api.batch import BatchShare
 from areal.api.table import StoredColumn, joined, union
 from areal.data.balance import Partition, balanced_parts
+from areal.data.tree_shares import tree_parts
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import PayloadHead, payload_head, table_of
 from areal.ledger.state import REJECTED, WAITING, AcceptedEpisode, BatchRecord, TokenCounts
@@ -45,8 +46,10 @@ class SharePart:
 
 
 def share_parts(heads: Sequence[PayloadHead], dp_size: int) -> list[SharePart]:
-    """The share of each rank: balanced by tokens, with whole groups."""
-    return as_shares(heads, balanced_parts([head.num_tokens for head in heads], dp_size))
+    """The share of each rank, with whole groups: balanced by tokens, or by those of trees if the heads have these."""
+    trees = [head.tree for head in heads if head.tree is not None]
+    parts = tree_parts(trees, dp_size) if trees else balanced_parts([head.num_tokens for head in heads], dp_size)
+    return as_shares(heads, parts)
 
 
 def as_shares(heads: Sequence[PayloadHead], parts: Sequence[list[int]]) -> list[SharePart]:
@@ -176,12 +179,15 @@ class TrainBatches:
         smallest_batch: int | None = None,
         max_staleness: int,
         on_stale: str,
+        by_tree: bool = False,
         setpoint: SetPoint | None = None,
         producer: ProducerStats,
         on_fatal: Callable[[Exception], None],
     ) -> None:
+        """`by_tree`: data ranks compute tokens that rows share once, and get about equally many of these."""
         self._ledger = ledger
         self._setpoint = setpoint
+        self._by_tree = by_tree
         self._batch_size = batch_size
         self._smallest_batch = smallest_batch
         self._max_staleness = max_staleness
@@ -230,6 +236,8 @@ class TrainBatches:
         heads: list[PayloadHead] = []
         for start in range(0, len(record.payloads), READ_BLOCK):
             heads += await asyncio.to_thread(self._heads, record, start)
+        if record.by_tree:  # mostly in numpy, which does not hold the lock
+            return await asyncio.to_thread(share_parts, heads, dp_size)
         partition = Partition([head.num_tokens for head in heads], dp_size)
         while not partition.merge(MERGES):
             await asyncio.sleep(0)
@@ -239,7 +247,7 @@ class TrainBatches:
         """The heads of one block of the payloads, which are checked."""
         end = start + READ_BLOCK
         places = zip(record.episode_ids[start:end], record.payloads[start:end], strict=True)
-        return [payload_head(self._ledger.payload(*place)) for place in places]
+        return [payload_head(self._ledger.payload(*place), with_tree=record.by_tree) for place in places]
 
     async def payload(self, record: BatchRecord, index: int) -> bytes:
         """One payload of a batch, read in a thread: a batch may be larger than the memory that is free."""
@@ -359,7 +367,9 @@ class TrainBatches:
         if self._setpoint is not None:
             stats |= self._setpoint.stats(state, sums.episodes, stats["staleness_mean"])
         stats |= self._producer.since_last_batch(now_s, [episode.num_tokens for episode in sums.episodes])
-        self._ledger.batched(step=step, version=version, mask_before=floor, episode_ids=ids, stats=stats)
+        self._ledger.batched(
+            step=step, version=version, mask_before=floor, episode_ids=ids, stats=stats, by_tree=self._by_tree
+        )
         composed = self._wanted.pop(step)
         if not composed.done():
             composed.set_result(None)

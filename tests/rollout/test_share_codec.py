@@ -18,7 +18,7 @@ from areal.api.data import BASELINE, TrajectoryGroup, WeightUpdate, reward_colum
 from areal.data.balance import Partition
 from areal.ledger.event_files import PayloadReader, payload_path
 from areal.ledger.ledger import Ledger
-from areal.ledger.payload import encode_episode, payload_head
+from areal.ledger.payload import encode_episode, payload_head, read_head
 from areal.ledger.state import AcceptedEpisode, BatchRecord, TokenCounts
 from areal.rollout import train_batches
 from areal.rollout.client import RolloutClient
@@ -31,18 +31,18 @@ from tests.rollout.test_episodes import GOOD
 from tests.run_token import BEARER, TOKEN
 
 
-def shares_of(payloads, dp_size=1):
+def shares_of(payloads, dp_size=1, *, by_tree=False):
     """The shares of a batch, from the ledger's files and from the controller's answer, which are equal."""
     folder = Path(tempfile.mkdtemp())
     payload_path(folder, 1).write_bytes(b"".join(payloads))
     starts = itertools.accumulate(map(len, payloads), initial=0)
     where = [(1, start, len(payload)) for start, payload in zip(starts, payloads, strict=False)]
     ids = [struct.unpack_from("<Q", payload, 8)[0] for payload in payloads]
-    record = BatchRecord(
-        step=0, version=4, mask_before=0, episode_ids=tuple(ids), payloads=tuple(where), stats={"reward": 0.5}
-    )
+    fields = {"episode_ids": tuple(ids), "payloads": tuple(where), "stats": {"reward": 0.5}, "by_tree": by_tree}
+    record = BatchRecord(step=0, version=4, mask_before=0, **fields)
     shares = []
-    for dp_rank, part in enumerate(share_parts([payload_head(payload) for payload in payloads], dp_size)):
+    heads = [payload_head(payload, with_tree=by_tree) for payload in payloads]
+    for dp_rank, part in enumerate(share_parts(heads, dp_size)):
         answer = encode_head(record, part) + b"".join(payloads[index] for index in part.indices)
         shares.append(decode_share(answer))
         with PayloadReader(folder) as reader:
@@ -58,6 +58,37 @@ def shares_of(payloads, dp_size=1):
 
 def all_columns(share):
     return [*share.table.core(), *share.table.columns.values()]
+
+
+def trajectory(tokens):
+    size = len(tokens)
+    return dataclasses.replace(
+        GOOD,
+        token_ids=tokens,
+        loss_mask=[0] + [1] * (size - 1),
+        rollout_logprobs=[0.0] * size,
+        output_versions=[-1] + [0] * (size - 1),
+    )
+
+
+def test_shares_count_shared_tokens_once_where_trees_are_trained():
+    """Two groups of long prompts, which are 420 tokens of trees, and one of long answers, which is 820."""
+    rows = {0: [[1] * 400 + [2] * 10, [1] * 400 + [3] * 10], 1: [[4] * 410, [5] * 410]}
+    rows[2] = [[6] * 400 + [7] * 10, [6] * 400 + [8] * 10]
+    hint = ColumnSpec("hint", "i4", fill=7)  # a header before the tokens
+    groups = [[*map(trajectory, rows[number])] for number in range(3)]
+    groups[2][0] = dataclasses.replace(groups[2][0], columns={hint: [0] * 410})
+    payloads = [encode_episode(i, TrajectoryGroup(trajectories=group)).payload for i, group in enumerate(groups)]
+    found = [[sorted({*share.group_index.tolist()}) for share in shares_of(payloads, 2, by_tree=b)] for b in (0, 1)]
+    assert found == [[[0], [1, 2]], [[0, 2], [1]]]
+
+
+def test_a_damaged_length_is_no_row(tmp_path):
+    payload = bytearray(encode_episode(0, TrajectoryGroup(trajectories=[GOOD])).payload)
+    payload[28:32] = struct.pack("<i", -1)  # of its only row
+    payload_path(tmp_path, 1).write_bytes(payload)
+    with PayloadReader(tmp_path) as reader, raises_code("ledger.bad_payload", "3 tokens are not rows of"):
+        read_head(reader, 0, (1, 0, len(payload)), with_tree=True)
 
 
 def with_columns(columns):
@@ -111,9 +142,12 @@ def test_one_column_in_two_forms_is_refused():
         share_parts([payload_head(payload) for payload in payloads], 1)
 
 
-async def test_a_share_is_the_same_from_the_ledger_and_from_the_controller(tmp_path):
+@pytest.mark.parametrize("kind", ["auto", "tree"])
+async def test_a_share_is_the_same_from_the_ledger_and_from_the_controller(tmp_path, kind):
     ledger, elsewhere = tmp_path / "ledger", tmp_path / "not mounted"
-    controller = rollout_kit.make_controller(Ledger.open(ledger), config=rollout_kit.make_config(dp_size=2))
+    config = rollout_kit.make_config(dp_size=2)
+    config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, shared_prefixes=kind))
+    controller = rollout_kit.make_controller(Ledger.open(ledger), config=config)
     controller.shape = dataclasses.replace(controller.shape, world_size=2, dp_size=2)
 
     def ask(address: str, folder: Path | None, transfer: str):
@@ -139,6 +173,7 @@ async def test_a_share_is_the_same_from_the_ledger_and_from_the_controller(tmp_p
                 assert share.table.token_ids.tolist() == other.table.token_ids.tolist()
         with raises_code("ledger.bad_payload"):
             await asyncio.to_thread(ask, address, elsewhere, "files")
+    assert Ledger.open(ledger).state.batches[0].by_tree == (kind == "tree")
 
 
 def test_statistics_by_blocks_are_those_of_the_whole():
