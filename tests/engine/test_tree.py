@@ -3,16 +3,15 @@
 import json
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch.nn.attention.flex_attention import create_mask
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from areal.algorithm.advantage import RETURNS
 from areal.api.batch import CANDIDATE_IDS
@@ -22,12 +21,14 @@ from areal.api.data import TEMPERATURES
 from areal.data import prefix_tree as trees
 from areal.data.balance import balanced_parts
 from areal.data.pack import rows_to_train_batch, take
+from areal.engine import micro_batch
 from areal.engine import tree_attention as attention
 from areal.engine.micro_batch import make_micro_batch, rows_that_share
 from tests.data.test_prefix_tree import rows_of_trees
 from tests.engine import engine_cases
 from tests.engine.trainer_updates import UPDATES
 from tests.expect import raises_code
+from tests.gpu import bodies
 from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.usefixtures("shares_in_small_rows")
@@ -75,7 +76,8 @@ def engines(path, **options):
 def flat_gradient(engine, batch, loss=engine_cases.rich_loss) -> torch.Tensor:
     engine._model.zero_grad()
     engine.forward_backward(batch, loss, denominator=1.0)
-    return torch.cat([weight.grad.flatten() for weight in engine._model.parameters() if weight.grad is not None])
+    found = [weight.grad for weight in engine._model.parameters() if weight.grad is not None]
+    return torch.cat([(grad.full_tensor() if isinstance(grad, DTensor) else grad).flatten() for grad in found])
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, relative: float) -> None:
@@ -297,20 +299,50 @@ def test_two_ranks_learn_what_one_learns_from_separate_rows(models, tmp_path):
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)
 
 
+def every_tree_on_two_ranks(mesh, folder) -> dict[str, float]:
+    """The largest relative differences of trees on two ranks from separate rows on one."""
+    logprobs = gradients = 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(micro_batch, "SAVED_PER_CALL", 0)
+        patch.setattr(trees, "MIN_SHARED", 1)
+        plain = engine_cases.make_engine(folder / "models" / "qwen3", shared_prefixes="off")
+        tree = engine_cases.make_engine(folder / "models" / "qwen3", mesh, shared_prefixes="tree")
+        for rows in json.loads((folder / "rows.json").read_text()):
+            batch = batch_of(rows)
+            batch = replace(batch, advantages=batch.advantages.abs())  # as on one rank
+            part = balanced_parts(batch.sequence_lengths, 2)[mesh.rank]
+            own = take(batch, part)
+            found, whole = tree.forward(own).logprobs, plain.forward(batch).logprobs
+            if part:
+                whole = whole.split(batch.sequence_lengths)
+                logprobs = max(logprobs, difference(found, torch.cat([whole[row] for row in part])))
+            first = flat_gradient(plain, batch, engine_cases.policy_loss)
+            gradients = max(gradients, difference(flat_gradient(tree, own, engine_cases.policy_loss), first))
+    return {"logprobs": logprobs, "gradients": gradients}
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+@pytest.mark.slow
+def test_trees_on_two_ranks_give_the_outputs_and_gradients_of_separate_rows(tmp_path):
+    engine_cases.write_models(tmp_path / "models")
+    examples = []
+
+    @settings(max_examples=500, derandomize=True, database=None, phases=[Phase.generate])
+    @given(rows_of_trees())
+    def collect(rows):
+        examples.append(rows)
+
+    collect()
+    assert (len(examples), min(map(len, examples))) == (500, 1)
+    (tmp_path / "rows.json").write_text(json.dumps(examples))
+    for facts in run_ranks(every_tree_on_two_ranks, tmp_path):
+        assert max(facts.values()) < 1e-6
+
+
 # --- attention -------------------------------------------------------------------------------------------------------
-
-
-def layout_of(rows) -> tuple[attention.TreeLayout, torch.Tensor]:
-    """The layout of the tree of rows, and which token sees which, from the rows."""
-    bounds = np.array([0, *accumulate(map(len, rows))])
-    keys = np.array([token for row in rows for token in row], dtype=np.uint32)
-    tree = trees.prefix_tree(trees.sorted_rows(keys, bounds), bounds)
-    count = len(tree.source)
-    seen = torch.zeros(count, count, dtype=torch.bool)
-    for path in np.split(tree.places, bounds[1:-1]):
-        for end, place in enumerate(path.tolist()):
-            seen[place, path[: end + 1]] = True
-    return attention.tree_layout(tree, np.ones(count, dtype=bool), bounds[:-1], CPU), seen
 
 
 def within(seen: torch.Tensor, layout, window: int | None) -> torch.Tensor:
@@ -321,7 +353,7 @@ def within(seen: torch.Tensor, layout, window: int | None) -> torch.Tensor:
 @settings(max_examples=100, derandomize=True, phases=[Phase.generate])
 @given(rows_of_trees(), st.sampled_from([None, 3]), st.booleans())
 def test_attention_is_that_of_a_mask(rows, window, is_by_branch):
-    layout, seen = layout_of(rows)
+    layout, seen = bodies.layout_of_tree(rows)
     mask = within(seen, layout, window)
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(1, heads, len(seen), 8, generator=generator, dtype=torch.float32) for heads in (4, 2, 2)]
@@ -341,10 +373,17 @@ def test_attention_is_that_of_a_mask(rows, window, is_by_branch):
         torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (None, 3.0), (7, None), (200, 3.0)])
+def test_the_attention_of_cuda_is_that_of_a_mask(monkeypatch, window, softcap):
+    """Uncompiled, which the CPU computes without gradients; the tree has more than a block of tokens."""
+    monkeypatch.setattr(attention, "_compiled", lambda: flex_attention)
+    assert bodies.tree_attention_error(CPU, torch.float32, window=window, softcap=softcap, size=16) < 1e-5
+
+
 @settings(max_examples=100, deadline=None)
 @given(rows_of_trees(), st.sampled_from([None, 1, 5]))
 def test_the_mask_in_blocks_is_that_of_the_rows(rows, window):
-    layout, seen = layout_of(rows)
+    layout, seen = bodies.layout_of_tree(rows)
     count, size = len(seen), 4
     padded = -(-count // size) * size
     ends = torch.cat([layout.ends, torch.arange(count, padded) + 1])

@@ -3,23 +3,27 @@
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal.algorithm.losses import policy_loss
 from areal.algorithm.policy_loss import CHOSEN, PolicyTokens
+from areal.api.batch import TrainBatch
 from areal.api.config import Float8Config, FSDPEngineConfig, PolicyLossOptions, TrainEngineConfig
 from areal.api.registry import entries
 from areal.data.balance import balanced_parts
 from areal.data.pack import rows_to_train_batch, take
+from areal.data.prefix_tree import prefix_tree, sorted_rows
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.linear_logprobs import linear_logprobs
 from areal.engine.mesh import TrainerMesh
 from areal.engine.packed_attention import packed_layout
+from areal.engine.tree_attention import TreeLayout, _by_mask, tree_layout
 from areal.inference.attention import ATTENTION_NAME, register_attention
 from areal.inference.engine import Engine, _race
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner
@@ -64,6 +68,50 @@ def attention_error(
     return errors[0], max(error / top for error, top in zip(errors[1:], largest[1:], strict=True))
 
 
+def layout_of_tree(rows: list[list[int]]) -> tuple[TreeLayout, Tensor]:
+    """The layout of the tree of rows, and which token sees which, from the rows. On the CPU."""
+    bounds = np.array([0, *itertools.accumulate(map(len, rows))])
+    tree = prefix_tree(sorted_rows(np.array([token for row in rows for token in row], np.uint32), bounds), bounds)
+    count = len(tree.source)
+    seen = torch.zeros(count, count, dtype=torch.bool)
+    for path in np.split(tree.places, bounds[1:-1]):
+        for end, place in enumerate(path.tolist()):
+            seen[place, path[: end + 1]] = True
+    return tree_layout(tree, np.ones(count, dtype=bool), bounds[:-1], torch.device("cpu")), seen
+
+
+def tree_attention_error(
+    device: torch.device, dtype: torch.dtype, *, window: int | None, softcap: float | None, size: int
+) -> float:
+    """Largest error of attention with a mask in blocks over answers that fork, against scores of all pairs in float32.
+
+    On a GPU also of the gradients, relative to the largest one.
+    """
+    rows = [[*range(150), *[200 + fork] * 40, *[300 + leaf] * 30] for fork in range(4) for leaf in range(5)]
+    layout, seen = layout_of_tree(rows)
+    if window is not None:
+        seen &= layout.positions[:, None] - layout.positions < window
+    layout = replace(layout, ends=layout.ends.to(device), positions=layout.positions.to(device))
+    draws = torch.Generator().manual_seed(0)
+    states = [torch.randn(1, heads, len(seen), size, generator=draws).to(dtype) for heads in (4, 2, 2)]
+    upstream = torch.randn(1, len(seen), 4, size, generator=draws).to(dtype)
+    has_gradients = device.type != "cpu"
+    leaves = [each.to(device).requires_grad_(has_gradients) for each in states]
+    found = [_by_mask(*leaves, layout, scale=0.3, window=window, softcap=softcap)]
+    exact_leaves = [each.float().requires_grad_() for each in states]
+    query, key, value = (each.repeat_interleave(4 // each.shape[1], dim=1) for each in exact_leaves)
+    scores = 0.3 * query @ key.transpose(2, 3)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    exact = [(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(1, 2)]
+    if has_gradients:
+        found += torch.autograd.grad(found[0], leaves, upstream.to(device))
+        exact += torch.autograd.grad(exact[0], exact_leaves, upstream.float())
+    return max(
+        float((ours.detach().float().cpu() - other).abs().max() / other.detach().abs().max())
+        for ours, other in zip(found, exact, strict=True)
+    )
+
+
 def head_error(device: torch.device, dtype: torch.dtype, *, vocabulary: int, tokens: int, float32_head: bool) -> float:
     """Largest error of log-probabilities of logits of about 20 against float64."""
     torch.manual_seed(0)
@@ -86,11 +134,13 @@ def checksums(device: torch.device, sizes: list[int]) -> tuple[str, str]:
     return found[0].hexdigest(), found[1].hexdigest()
 
 
-def gradient_error(device: torch.device, folder: Path, *, role: str = "actor", **options: object) -> float:
+def gradient_error(
+    device: torch.device, folder: Path, *, role: str = "actor", batch: TrainBatch | None = None, **options: object
+) -> float:
     """Largest difference of a float32 gradient on `device` from that of a plain model on the CPU."""
-    batch, loss = cases.make_batch(), cases.value_loss if role == "critic" else cases.policy_loss
+    batch, loss = batch or cases.make_batch(), cases.value_loss if role == "critic" else cases.policy_loss
     ours = cases.gradients(cases.make_engine(folder, TrainerMesh(0, 1, device), role=role, **options), batch, loss)
-    plain = cases.make_engine(folder, TrainerMesh(0, 1, torch.device("cpu")), role=role)
+    plain = cases.make_engine(folder, TrainerMesh(0, 1, torch.device("cpu")), role=role, shared_prefixes="off")
     exact = cases.gradients(plain, batch, loss)
     return max((ours[name].cpu() - value).abs().max().item() for name, value in exact.items())
 

@@ -9,6 +9,7 @@ from transformers import Qwen2Config
 from areal.api.config import MicroBatchSpec
 from areal.engine.packed_attention import _sdpa_per_sequence
 from tests.engine import mesh_cases
+from tests.engine.test_tree import LONG_ROWS, batch_of
 from tests.gpu import bodies
 from tests.gpu.__main__ import main
 from tests.inference.test_paged_kernel import with_graphs
@@ -32,6 +33,8 @@ def test_kernels():
 
 def test_engine(models, tmp_path):
     assert bodies.gradient_error(CPU, models / "qwen3", gradient_checkpointing=True) < 1e-5
+    trees = {"batch": batch_of(LONG_ROWS), "shared_prefixes": "tree"}
+    assert bodies.gradient_error(CPU, models / "qwen3", **trees) < 1e-5
     assert bodies.recovered_equals_unbroken(CPU, models / "qwen3", tmp_path / "state")
 
 

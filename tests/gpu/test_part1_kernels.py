@@ -27,6 +27,12 @@ def test_the_variable_length_kernel_is_causal_attention(gpu, heads, kv_heads, si
     assert gradients < 2e-2
 
 
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (None, 3.0), (100, None)])
+@pytest.mark.parametrize("size", [64, 128])
+def test_attention_over_a_tree_is_that_of_a_mask(gpu, window, softcap, size):
+    assert bodies.tree_attention_error(gpu, torch.bfloat16, window=window, softcap=softcap, size=size) < 2e-2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_head_is_exact_at_a_vocabulary_of_152000(gpu, dtype):
     assert bodies.head_error(gpu, dtype, vocabulary=152_064, tokens=256, float32_head=True) < 2e-3

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from areal.api.config import FSDPEngineConfig, MicroBatchSpec
+from tests.engine.test_tree import LONG_ROWS, batch_of
 from tests.gpu import bodies
 
 pytestmark = pytest.mark.gpu
@@ -24,6 +25,12 @@ pytestmark = pytest.mark.gpu
 )
 def test_gradients_are_those_of_the_cpu(gpu, models, model, options):
     assert bodies.gradient_error(gpu, models / model, **options) < 1e-4
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
+def test_gradients_over_trees_are_those_of_rows_on_the_cpu(gpu, models, options):
+    options = {"batch": batch_of(LONG_ROWS), "shared_prefixes": "tree", **options}
+    assert bodies.gradient_error(gpu, models / "qwen3", **options) < 1e-4
 
 
 def test_every_policy_loss_is_that_of_the_cpu(gpu):
