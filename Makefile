@@ -47,8 +47,13 @@ real-quickstart: .venv/.installed
 # Bytecode is always written: else each of several hundred child processes compiles areal again, for about a second.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -X no_debug_ranges -m pytest
 
+# Tests need torchao. It is no package of every .venv: transformers imports it wherever it is installed, which takes
+# each process a tenth of its start and prints warnings.
+FOR_FP8 := $(BIN)/python -c 'import importlib.util as u; exit(not u.find_spec("torchao"))' || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quantization]'
+
 # Lint and types run at the same time as the tests; each prints its result when it ends.
 test: .venv/.installed
+	@$(FOR_FP8)
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint tests
 
 # Marks of tests that run only by other commands.
@@ -56,10 +61,12 @@ SEPARATE := gpu or templates or real or tinker or environments or vllm or sglang
 
 # A worker that is free takes tests from the end of another one's list, so that most tests of a module stay together.
 tests: .venv/.installed
+	@$(FOR_FP8)
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not slow and not ($(SEPARATE))' $(ARGS)
 
 # Each of these tests starts several processes and waits for most of its time.
 test-slow: .venv/.installed
+	@$(FOR_FP8)
 	$(PYTEST) -n $(SLOW_WORKERS) --dist worksteal -m 'slow and not ($(SEPARATE))' $(ARGS)
 
 # Kills the quickstart's processes many times, then proves that nothing was lost: python -m tests.faults.soak --help
@@ -160,6 +167,7 @@ test-environments: .venv/.installed .venv-environments/.installed .venv-verifier
 
 # Every mesh of trainer ranks against one process: docs/train_engines.md.
 test-parallel: .venv/.installed
+	@$(FOR_FP8)
 	$(PYTEST) -m parallel tests $(ARGS)
 
 # The Megatron-Core engine, whose sources a fixture compiles for the CPU: docs/train_engines.md.
@@ -191,9 +199,11 @@ test-web: .venv/.installed
 
 # One of six parts of at most ten minutes, on a machine with an NVIDIA GPU (docs/gpu.md). Without one: exit 2.
 test-gpu: .venv/.installed
+	@$(FOR_FP8)
 	@$(BIN)/python -m tests.gpu $(PART)
 
 lint: .venv/.installed
+	@$(FOR_FP8)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python .ci/check_words.py
