@@ -62,7 +62,7 @@ from areal.fleet.replica import AnswerForm, Chunks, PartChunk, PauseMode, Replic
 from areal.system.discovery import FileRegistry
 from areal.system.network import TOKEN_VARIABLE, Host
 from areal.weights.collective import CollectiveChannel
-from areal.weights.disk import DeltaChannel, DiskChannel, HttpChannel
+from areal.weights.disk import DiskChannel, HttpChannel, HttpDeltaChannel
 
 _COMMON: dict[str, Any] = {"tie_word_embeddings": True, "max_position_embeddings": 32768}
 SIZES: dict[str, dict[str, Any]] = {
@@ -429,7 +429,7 @@ def with_deltas(size: str, rates: list[float], args: argparse.Namespace) -> list
             ):
                 source, channels, num_tokens = TimedSource(engine), dict[str, Any](), QUIET_TOKENS
                 for kind in kinds:
-                    channel_class = DeltaChannel if kind == "delta" else HttpChannel
+                    channel_class = HttpDeltaChannel if kind == "delta" else HttpChannel
                     control = FleetControl(stream.fleet, stream.loop, SlowRelay(args.megabytes_per_s * 1e6))
                     model = folder / "model"
                     channel: Any = channel_class(source, OneRank(), control, host=Host(), model_folder=model)  # type: ignore[arg-type]

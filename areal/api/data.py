@@ -317,8 +317,9 @@ class WeightUpdate:
     version: int
     kind: Literal["disk", "collective", "http", "adapter"]
     path: str = ""
-    """disk: the complete checkpoint folder of this version. http: the address where trainer rank 0 serves it; it ends
-    with the checksum of the folder. adapter: the folder of a LoRA adapter, whose name is never used again."""
+    """disk: the complete checkpoint folder of this version. http: the address where trainer rank 0 serves it, or
+    file://PATH on a disk that it shares with the servers; it ends with the checksum of the folder. adapter: the folder
+    of a LoRA adapter, whose name is never used again."""
     mirrors: list[str] = field(default_factory=list[str])
     """http: addresses of the same folder on servers that have it, asked before `path`. Set by the fleet."""
     deltas: dict[str, str] = field(default_factory=dict[str, str])

@@ -304,7 +304,11 @@ class HttpReplica(Replica):
     async def _pull_weights(self, update: WeightUpdate) -> None:
         """The native server, or the host of a foreign one, copies the folder."""
         body = {"url": update.path, "mirrors": update.mirrors, "deltas": update.deltas}
-        answer = await self._client.post("/pull_weights", body)
+        try:
+            answer = await self._client.post("/pull_weights", body)
+        except RequestError as error:
+            self.failed_deltas += error.code == "weights.bad_delta"
+            raise
         path, problem, num_bytes = self._client.parsed(
             answer, lambda found: (str(found["path"]), str(found["problem"]), int(found["num_bytes"]))
         )

@@ -747,5 +747,5 @@ def _check_failures(update: WeightUpdate, members: list[Slot], errors: list[Area
 async def _is_missing(update: WeightUpdate, error: ArealError) -> bool:
     """Whether the folder of an update that failed does not exist any more."""
     if update.kind == "http":
-        return error.code == "weights.not_served"
+        return error.code in ("weights.not_served", "weights.bad_delta")
     return isinstance(error, RequestError) and not await asyncio.to_thread(is_complete, Path(update.path))

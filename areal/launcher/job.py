@@ -62,7 +62,7 @@ def weight_path(config: PPOConfig, placed: Placement, *, is_attached: bool, nccl
     if config.publishes_adapters:
         return WeightPath(transport="disk", reason="the servers get adapters alone, see actor.adapter_update_mode")
     if mode == "disk" or config.actor.pulls_weights:
-        return WeightPath(transport="disk" if mode == "disk" else "http", reason=f"actor.weight_update_mode={mode}")
+        return WeightPath(transport="disk" if "disk" in mode else "http", reason=f"actor.weight_update_mode={mode}")
     trainer_gpu = bool(placed.trainers and placed.trainers[0].gpus)
     servers_gpu = bool(placed.servers and placed.servers[0][0].gpus)
     both: Literal["nccl", "gloo"] = "nccl" if trainer_gpu else "gloo"

@@ -261,8 +261,8 @@ def _accumulates(config: BaseExperimentConfig, tokens: int) -> bool:
 
 
 def published_bytes(config: BaseExperimentConfig) -> int:
-    """Host memory of rank 0 for the weights that were published last (actor.weight_update_mode=delta)."""
-    if not isinstance(config, PPOConfig) or config.actor.weight_update_mode != "delta":
+    """Host memory of rank 0 for the weights that were published last (actor.weight_update_mode=delta...)."""
+    if not isinstance(config, PPOConfig) or not config.actor.sends_deltas:
         return 0
     shape = ModelShape.read(config.actor.path)
     return 0 if shape is None else shape.parameters * (2 if config.actor.dtype == "bfloat16" else 4)
@@ -325,7 +325,8 @@ def memory_problems(
     if needed <= host_bytes < needed + (published := published_bytes(config)):
         text = f"rank 0 keeps {_gib(published)} of published weights in host memory"
         text += f" besides the {_gib(needed)} of weights, gradients and optimiser" if needed else ""
-        yield f"actor.weight_update_mode: with delta {text}, {has}: set it to http"
+        mode = config.actor.weight_update_mode
+        yield f"actor.weight_update_mode: with {mode} {text}, {has}: use a mode without delta"
     if on_gpu and card_bytes is not None and memory.peak > card_bytes * CARD_SHARE:
         key = "allocation_mode"
         if memory.activations > state:

@@ -189,7 +189,9 @@ def _update_problem(update: WeightUpdate) -> str:
         ),
         "path: a collective update has none": update.is_folder or not update.path,
         "mirrors: only the fleet knows them": not update.mirrors,
-        "path: not an http:// address": update.kind != "http" or update.path.startswith("http://"),
+        "path: not an http:// or file:// address": (
+            update.kind != "http" or update.path.startswith(("http://", "file://"))
+        ),
         "deltas: not of http": not update.deltas or update.kind == "http",
         "replicas: an update from a folder addresses all replicas": not (update.is_folder and update.replicas),
     }

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from io import BufferedIOBase
 from pathlib import Path
 from typing import BinaryIO, Self
 from urllib.parse import urlsplit
@@ -163,6 +164,10 @@ class FolderList:
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
+    def name(self, prefix: str) -> str:
+        """The last part of the address of a folder with these files: `prefix` and the SHA-256 of this list."""
+        return f"{prefix}-{hashlib.sha256(self.to_bytes()).hexdigest()}"
+
 
 def _sum_at(path: Path, block_bytes: int, start: int) -> int:
     found, rest = 0, block_bytes
@@ -244,9 +249,8 @@ class FolderServer:
         written when a file of it is needed; the lists of the last `KEPT` such folders are served, and the files of
         those that `write` has made or still can make."""
         listed = listed or FolderList.of(folder)
-        data = listed.to_bytes()
-        name = f"{folder.name}-{hashlib.sha256(data).hexdigest()}"
-        found = self._offered | {name: OfferedFolder(folder, listed, data, write)}
+        name = listed.name(folder.name)
+        found = self._offered | {name: OfferedFolder(folder, listed, listed.to_bytes(), write)}
         kept = [name for name, entry in found.items() if entry.write is not None][-KEPT:]
         self._offered = {name: entry for name, entry in found.items() if name in kept or entry.path.is_dir()}
         return f"{self.address}/{name}"
@@ -275,8 +279,9 @@ def _error(status: int, message: str, code: str) -> web.Response:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Copies folders from a `FolderServer`, or from a server that has a copy, to this machine.
+# Copies folders from a `FolderServer`, from a server that has a copy, or from a shared disk, to this machine.
 #
+# The address of a folder on a shared disk is SHARED and its path. It has its list of files, and may have these files.
 # A cut transfer continues where it stopped, from the same server or another one; every block is verified. A transfer
 # waits for a server at most `_SILENCE_S` at a time. It leaves a mirror after `_MIRROR_FAILURES` attempts without a new
 # verified block, and ends after `_MAX_FAILURES` such attempts with the server of the trainer.
@@ -286,7 +291,9 @@ _SILENCE_S = 30.0
 _MAX_FAILURES, _MIRROR_FAILURES = 8, 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _POLL_S = 0.05
-_LIST = ".list"  # File in a copy: the list by which other servers verify what they copy from here.
+LIST = ".list"
+"""File in a copy: the list by which others verify what they copy from here."""
+SHARED = "file://"
 _READ_BYTES = 2**20
 
 
@@ -329,9 +336,9 @@ class FolderPuller:
 
         `mirrors`: addresses of the same folder on other servers of the run, which are asked first.
         `deltas`: name of an earlier folder -> address of the difference to the next one, the last to this one. The
-        newest of them that is here is changed; a file is copied from its first block on that then differs.
-        RequestError when the address is not one of this run or serves the folder no more; WeightSyncError when the
-        transfer does not succeed.
+        newest of them that is here, or beside `url`, is changed; a file is copied from its first block on that then
+        differs. RequestError when the address is not one of this run or has the folder no more (weights.bad_delta: the
+        folder is needed because the differences failed); WeightSyncError when the transfer does not succeed.
         """
         match, problem = self._name_in(url), ""
         transfers: list[_Transfer] = []
@@ -345,7 +352,13 @@ class FolderPuller:
                     if is_held and not is_complete(final):
                         transfers.append(transfer := _Transfer([*usable, url], match, self._token))
                         problem = self._rebuild(transfer, unfinished(final), deltas or {}, transfers)
-                        transfer.run(final)
+                        try:
+                            transfer.run(final)
+                        except RequestError as error:
+                            if not (problem or transfer.proven):
+                                raise
+                            message = f"the differences failed ({problem or 'they made other weights'}), and {error}"
+                            raise RequestError(message, code="weights.bad_delta") from error
                         if transfer.proven and transfer.num_copied:
                             problem = f"the differences made other weights: {transfer.num_copied} bytes were copied"
                         _remove_old(self._local.path, final)
@@ -355,9 +368,11 @@ class FolderPuller:
         return Pulled(final, problem, sum(each.num_copied for each in transfers))
 
     def _name_in(self, url: str) -> re.Match[str]:
-        """The name of a folder and its checksum. RequestError unless it is on the machine of a trainer."""
-        parts, match = urlsplit(url), _NAME.fullmatch(urlsplit(url).path.removeprefix("/"))
-        if match is None or parts.scheme != "http" or not is_trainer(parts.hostname or "", self._environ):
+        """The name of a folder and its checksum. RequestError unless it is shared or on the machine of a trainer."""
+        parts, is_shared = urlsplit(url), url.startswith(SHARED)
+        match = _NAME.fullmatch(Path(url).name if is_shared else parts.path.removeprefix("/"))
+        is_ours = is_shared or (parts.scheme == "http" and is_trainer(parts.hostname or "", self._environ))
+        if match is None or not is_ours:
             message = f"{url[:200]} is no folder of a trainer of this run"
             raise RequestError(message, code="weights.unknown_trainer")
         return match
@@ -368,10 +383,12 @@ class FolderPuller:
         """Fill the `folder` of the transfer `whole` from an earlier one and the differences since then, whose transfers
         are appended. Returns why it is not filled although an earlier one is here."""
         root = folder.parent
-        here = [base for base in deltas if _NAME.fullmatch(base) and is_complete(root / base)]
-        if not here:
+        shared = whole.addresses[-1].removeprefix(SHARED)
+        roots = [Path(shared).parent, root] if shared != whole.addresses[-1] else [root]
+        bases = [parent / base for base in deltas if _NAME.fullmatch(base) for parent in roots]
+        if not (here := list(filter(is_complete, bases))):
             return ""
-        names = list(deltas)[list(deltas).index(here[-1]) :]
+        names = list(deltas)[list(deltas).index(here[-1].name) :]
         fetched: list[Path] = []
         try:
             for url in map(deltas.__getitem__, names):
@@ -383,7 +400,7 @@ class FolderPuller:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             sizes = {file.name: file.num_bytes for file in listed.files}
-            found = rebuild(root / here[-1], [path / DELTA_FILE for path in fetched], folder, sizes, listed.block_bytes)
+            found = rebuild(here[-1], [path / DELTA_FILE for path in fetched], folder, sizes, listed.block_bytes)
             for file in listed.files:
                 pairs = zip(file.sums, found[file.name], strict=True)
                 num_equal = next((number for number, (one, other) in enumerate(pairs) if one != other), len(file.sums))
@@ -407,7 +424,7 @@ class FolderPuller:
             return None
         if (known := self._offered.get(name)) is None:
             try:
-                data = (folder / _LIST).read_bytes()
+                data = (folder / LIST).read_bytes()
             except OSError:
                 return None  # it was removed meanwhile
             known = OfferedFolder(folder, FolderList.from_bytes(data), data)
@@ -444,7 +461,7 @@ class _Transfer:
     ) -> None:
         """`addresses`: of the folder, in the order in which they are asked. `name`: with its checksum.
         `max_failures`: of the last address."""
-        self._addresses, self._name, self._list_sum = addresses, name[0], name[1]
+        self.addresses, self._name, self._list_sum = addresses, name[0], name[1]
         self._headers = {"Authorization": f"Bearer {token}", "Accept-Encoding": "identity", "Connection": "close"}
         self._max_failures, self._failures = max_failures, 0
         self.num_copied = 0
@@ -465,7 +482,7 @@ class _Transfer:
             for index, file in enumerate(listed.files):
                 with open(partial / file.name, "ab+") as copy:
                     self._copy(index, file, listed.block_bytes, copy)
-            (partial / _LIST).write_bytes(self._list_bytes)
+            (partial / LIST).write_bytes(self._list_bytes)
             publish_folder(partial, final, sum_up=False, sync=False)
         except OSError as error:
             message = f"the weights cannot be written to {final.parent}: {error.strerror or error}"
@@ -500,8 +517,10 @@ class _Transfer:
                     self._failures = 0
                 self._failed(error)
 
-    def _get(self, path: str, start: int) -> http.client.HTTPResponse:
-        folder = urlsplit(self._addresses[0])
+    def _get(self, path: str, start: int) -> BufferedIOBase:
+        if self.addresses[0].startswith(SHARED):
+            return self._opened(path, start)
+        folder = urlsplit(self.addresses[0])
         connection = http.client.HTTPConnection(folder.netloc, timeout=_SILENCE_S)
         headers = self._headers | ({"Range": f"bytes={start}-"} if start else {})
         try:
@@ -517,24 +536,36 @@ class _Transfer:
             raise _Cut(f"status {answer.status} for the bytes from {start}")
         return answer
 
+    def _opened(self, path: str, start: int) -> BufferedIOBase:
+        folder = Path(self.addresses[0].removeprefix(SHARED))
+        name = self.listed().files[int(path[1:])].name if path else LIST
+        try:
+            file = (folder / name).open("rb")
+        except FileNotFoundError as error:
+            raise _NotServed(f"{folder} has no {name}") from error
+        except OSError as error:
+            raise _Cut(str(error)) from error
+        file.seek(start)
+        return file
+
     def _failed(self, error: _Cut) -> None:
         """Wait before the next attempt, or turn to the next address; after the last one RequestError when it does not
         have the folder, else WeightSyncError."""
         self._failures += 1
-        if len(self._addresses) > 1:
+        if len(self.addresses) > 1:
             if isinstance(error, _NotServed) or self._failures >= _MIRROR_FAILURES:
-                self._addresses, self._failures = self._addresses[1:], 0
+                self.addresses, self._failures = self.addresses[1:], 0
                 return
         elif isinstance(error, _NotServed):
             raise RequestError(str(error), code="weights.not_served") from error
         elif self._failures >= self._max_failures:
             text = f"{self._failures} attempts without progress, the last: {error}"
-            message = f"the weights {self._name[:60]} could not be pulled from {self._addresses[0]}: {text}"
+            message = f"the weights {self._name[:60]} could not be pulled from {self.addresses[0]}: {text}"
             raise WeightSyncError(message, code="weights.pull_failed") from error
         time.sleep(min(_FIRST_PAUSE_S * 2 ** (self._failures - 1), _LONGEST_PAUSE_S))
 
 
-def _pieces(answer: http.client.HTTPResponse) -> Iterator[bytes]:
+def _pieces(answer: BufferedIOBase) -> Iterator[bytes]:
     """The body as it arrives. _Cut when the connection fails."""
     while True:
         try:

@@ -50,7 +50,7 @@ from areal.trainer.progress import Progress, TrainingLength
 from areal.trainer.ratio_causes import RatioCauses
 from areal.trainer.roles import PPORoles, build_roles
 from areal.weights.collective import CollectiveChannel
-from areal.weights.disk import AdapterChannel, DeltaChannel, DiskChannel, HttpChannel
+from areal.weights.disk import AdapterChannel, DiskChannel, DiskDeltaChannel, HttpChannel, HttpDeltaChannel
 from areal.weights.weight_files import checksum_of
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -592,9 +592,10 @@ def build_weight_channel(
     if context.weight_transport in ("disk", "http"):
         model = resolve_model_folder(config.actor.path)
         if context.weight_transport == "http":
-            kind = DeltaChannel if config.actor.weight_update_mode == "delta" else HttpChannel
+            kind = HttpDeltaChannel if config.actor.sends_deltas else HttpChannel
             return kind(engine, ranks, client, host=context.host, model_folder=model)
-        return DiskChannel(engine, ranks, client, RunPaths.of(config).weights, model_folder=model)
+        kind = DiskDeltaChannel if config.actor.sends_deltas else DiskChannel
+        return kind(engine, ranks, client, RunPaths.of(config).weights, model_folder=model)
     servers = config.allocation.inference
     return CollectiveChannel(
         engine,

@@ -1,11 +1,12 @@
 """Weight channels over a folder v000042, complete or absent; the newest versions are kept. The servers read it on a
-shared file system, or pull it from trainer rank 0 over HTTP. `DeltaChannel` has only the last version, in memory.
+shared file system, or pull it from trainer rank 0 over HTTP. A `DeltaChannel` has the last version in memory.
 
 The trainer continues once a folder is written; `wait_served` waits for the fleet to load it (each replica under
 rollout.weight_update_timeout_s).
 """
 
 import contextlib
+import itertools
 import re
 import secrets
 import shutil
@@ -22,9 +23,9 @@ from areal.api.data import WeightUpdate
 from areal.api.engine import AdapterSource, Ranks, WeightChannel, WeightSource
 from areal.api.errors import WeightSyncError
 from areal.api.metrics import Metric, Metrics
-from areal.system.durable import finish_interrupted_writes, publish_folder, writing_folder
+from areal.system.durable import finish_interrupted_writes, install_folder, publish_folder, writing_folder
 from areal.system.folder_delta import Piece, write_delta
-from areal.system.folders import DELTA, DELTA_FILE, FolderServer, LocalFolder
+from areal.system.folders import DELTA, DELTA_FILE, LIST, SHARED, FolderList, FolderServer, LocalFolder
 from areal.system.network import Host, required_token, store_prefix
 from areal.weights.control import FleetControl, send_once, succeeded
 from areal.weights.weight_files import MAX_FILE_BYTES, write_weights
@@ -190,12 +191,11 @@ FULL_EVERY = 50
 """Every version with a multiple of this number is copied whole."""
 
 
-class DeltaChannel(HttpChannel):
-    """Versions as in `HttpChannel`, which servers make from an earlier one where that takes fewer bytes.
+class DeltaChannel(DiskChannel):
+    """The base of the channels whose versions servers make from an earlier one where that takes fewer bytes.
 
-    The version before is kept in memory. A whole version is written to disk only when a server asks for it, and not
-    after the next one was taken: such a server gets that one. The first version of a process, every `FULL_EVERY`-th
-    one, and a server that has no version since then, take whole weights.
+    The version before is kept in memory. The first version of a process, every `FULL_EVERY`-th one, one that is
+    published again, and a server that has no version since then, take whole weights.
     """
 
     _image: WeightImage | None = None
@@ -221,7 +221,6 @@ class DeltaChannel(HttpChannel):
         }
 
     def _store(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> WeightUpdate:
-        assert self._server is not None, "only rank 0 writes versions"
         (last, base), image, self._image = self._last, self._image, None
         # The difference of a version to itself would replace that to the version before.
         is_whole = image is None or version == last or version % FULL_EVERY == 0
@@ -234,26 +233,93 @@ class DeltaChannel(HttpChannel):
         changes = image.take(weights, compare=not is_whole)
         size = sum(1 for _ in changes) if is_whole else _write_delta(difference, changes)
         listed, full = image.seal(), image.num_bytes
-        url = self._server.offer(folder, listed, partial(image.write, listed, folder))
-        name = url.rpartition("/")[2]
-        if name == base:
+        if (name := listed.name(folder.name)) == base:
             self._sent = 0.0, float(full)
         else:
-            shutil.rmtree(folder, ignore_errors=True)  # of the same version with other weights
             is_whole |= size >= full
-            deltas = {} if is_whole else {**self._deltas, base: (self._server.offer(difference), size)}
-            while sum(size for _, size in deltas.values()) >= full:
-                del deltas[next(iter(deltas))]
+            deltas = {} if is_whole else self._limited({**self._deltas, base: (self._offer(difference), size)}, full)
+            is_whole |= not deltas
             self._deltas, self._sent = deltas, (float(full if is_whole else size), float(full))
+        url = self._offer_version(folder, listed, image, is_whole=is_whole)
         self._image, self._last = image, (version, name)
         deltas = {base: url for base, (url, _) in self._deltas.items()}
         return WeightUpdate(version=version, kind="http", path=url, deltas=deltas)
+
+    @abstractmethod
+    def _offer(self, difference: Path) -> str:
+        """The address at which servers find this folder from now on."""
+
+    @abstractmethod
+    def _offer_version(self, folder: Path, listed: FolderList, image: WeightImage, *, is_whole: bool) -> str:
+        """The address of the version in `image`. `is_whole`: no server can have a difference to it."""
+
+    @abstractmethod
+    def _limited(self, deltas: dict[str, tuple[str, int]], full: int) -> dict[str, tuple[str, int]]:
+        """Differences of fewer bytes than `full` together; empty: the version is whole."""
+
+
+class HttpDeltaChannel(DeltaChannel, HttpChannel):
+    """A whole version is written to the disk of rank 0 only when a server asks for it, and not after the next one was
+    taken: such a server gets that one."""
+
+    def _offer(self, difference: Path) -> str:
+        assert self._server is not None, "only rank 0 writes versions"
+        return self._server.offer(difference)
+
+    def _offer_version(self, folder: Path, listed: FolderList, image: WeightImage, *, is_whole: bool) -> str:
+        assert self._server is not None, "only rank 0 writes versions"
+        if listed.name(folder.name) != self._last[1]:
+            shutil.rmtree(folder, ignore_errors=True)  # of the same version with other weights
+        return self._server.offer(folder, listed, partial(image.write, listed, folder))
+
+    def _limited(self, deltas: dict[str, tuple[str, int]], full: int) -> dict[str, tuple[str, int]]:
+        while sum(size for _, size in deltas.values()) >= full:
+            del deltas[next(iter(deltas))]
+        return deltas
 
     def _prune(self, current: int) -> None:
         super()._prune(current)
         used = {urlsplit(url).path[1:].rpartition("-")[0] for url, _ in self._deltas.values()}
         for path in self._folder.glob(f"{DELTA}v*"):
             if path.name not in used:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+class DiskDeltaChannel(DeltaChannel):
+    """Versions on a disk that the servers share, most of them only as the list of their files: a server makes them from
+    the last whole version and all differences since then, or those since the version that it has."""
+
+    _used: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    """Folders of the version before and of the last one. A slow server may still read those of the former."""
+
+    def _offer(self, difference: Path) -> str:
+        return self._install(difference, FolderList.of(difference))
+
+    def _offer_version(self, folder: Path, listed: FolderList, image: WeightImage, *, is_whole: bool) -> str:
+        writing = writing_folder(folder, "listed")
+        shutil.rmtree(writing, ignore_errors=True)
+        if is_whole:
+            image.write(listed, writing)
+        else:
+            writing.mkdir()
+        url = self._install(writing, listed, folder.name)
+        used = {listed.name(folder.name), *self._deltas, *(Path(url).name for url, _ in self._deltas.values())}
+        self._used = self._used[1], frozenset(used)
+        return url
+
+    def _install(self, filled: Path, listed: FolderList, prefix: str = "") -> str:
+        """Give a folder its list and its name with the checksum; returns its address."""
+        final = filled.with_name(listed.name(prefix or filled.name))
+        (filled / LIST).write_bytes(listed.to_bytes())
+        install_folder(filled, final)
+        return f"{SHARED}{final.absolute()}"
+
+    def _limited(self, deltas: dict[str, tuple[str, int]], full: int) -> dict[str, tuple[str, int]]:
+        return deltas if sum(size for _, size in deltas.values()) < full else {}
+
+    def _prune(self, current: int) -> None:
+        for path in itertools.chain(self._folder.glob("v*"), self._folder.glob(f"{DELTA}v*")):
+            if path.name not in self._used[0] | self._used[1]:
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -22,7 +22,7 @@ from areal.inference.weight_update import ServedWeights
 from areal.system import folders
 from areal.system.folders import FolderPuller
 from areal.system.network import TOKEN_VARIABLE, Host
-from areal.weights.disk import DeltaChannel
+from areal.weights.disk import HttpDeltaChannel
 from areal.weights.weight_files import WeightsChecksum
 from tests.fake_ranks import FakeRanks
 
@@ -101,7 +101,7 @@ class Noted:
 
 def train(seed: int) -> None:
     model, control, operations = Model(seed), Noted(), Operations()
-    channel = DeltaChannel(model, FakeRanks(), control, host=Host())  # type: ignore[arg-type]
+    channel = HttpDeltaChannel(model, FakeRanks(), control, host=Host())  # type: ignore[arg-type]
     for line in sys.stdin:
         command = json.loads(line)
         model.advance(command["version"])

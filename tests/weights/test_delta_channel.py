@@ -17,7 +17,7 @@ from areal.system.folder_delta import write_delta
 from areal.system.folders import FolderPuller
 from areal.system.network import TOKEN_VARIABLE, Host
 from areal.weights import disk
-from areal.weights.disk import DeltaChannel
+from areal.weights.disk import DeltaChannel, DiskDeltaChannel, HttpDeltaChannel
 from areal.weights.weight_files import checksum_of
 from tests.expect import raises_code, serve
 from tests.fake_ranks import FakeRanks
@@ -106,22 +106,30 @@ class Setup:
         return [("whole" if name.startswith("v") else name) for name, size in self.copied if size]
 
 
-@pytest.fixture
-def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: list[tuple[str, int]]) -> Iterator[Setup]:
+@pytest.fixture(params=["http", "disk"])
+def setup(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: list[tuple[str, int]]
+) -> Iterator[Setup]:
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     torch.manual_seed(3)
     engine = FixedTrainer(large_model())
     machines = Machines([Machine(tmp_path / "one")])
-    made = Setup(engine, new_channel(engine, machines), machines, copied)
+    made = Setup(engine, new_channel(engine, machines, request.param), machines, copied)
     yield made
     made.channel.close()
     for machine in machines.all:
         machine.puller.close()
 
 
-def new_channel(engine: FixedTrainer, machines: Machines, rank: int = 0) -> DeltaChannel:
-    return DeltaChannel(engine, FakeRanks(rank), machines, host=Host())  # type: ignore[arg-type]
+def new_channel(engine: FixedTrainer, machines: Machines, kind: str = "http", rank: int = 0) -> DeltaChannel:
+    if kind == "http":
+        return HttpDeltaChannel(engine, FakeRanks(rank), machines, host=Host())  # type: ignore[arg-type]
+    return DiskDeltaChannel(engine, FakeRanks(rank), machines, machines.all[0].folder.parent / "shared")  # type: ignore[arg-type]
+
+
+over_http = pytest.mark.parametrize("setup", ["http"], indirect=True)
+over_disk = pytest.mark.parametrize("setup", ["disk"], indirect=True)
 
 
 def values(channel: DeltaChannel) -> dict[str, float]:
@@ -141,15 +149,19 @@ def test_after_the_first_version_differences_are_sent(setup: Setup) -> None:
         assert found["share_of_full"] == found["bytes"] / full < 0.02
     assert setup.machines.all[0].problems == [""] * 4
     assert setup.channel.publish(4) == checksum_of(setup.engine, FakeRanks())
-    left = {path.name for path in setup.channel._folder.iterdir()}
-    assert left == {"v000001", "delta_v000002", "delta_v000003", "delta_v000004"}, "whole versions that were needed"
+    deltas = {path.name.partition("-")[0] for path in setup.channel._folder.glob("delta_*")}
+    whole = {path.parent.name.partition("-")[0] for path in setup.channel._folder.glob("v*/*.safetensors")}
+    is_shared = isinstance(setup.channel, DiskDeltaChannel)
+    assert deltas == {"delta_v000002", "delta_v000003", "delta_v000004"}
+    assert whole == ({"v000001", "v000004"} if is_shared else {"v000001"}), "a version that is published again is whole"
 
 
 def test_ranks_that_send_nothing_have_metrics_without_a_value(setup: Setup) -> None:
-    other = new_channel(setup.engine, setup.machines, rank=1)
+    other = new_channel(setup.engine, setup.machines, "disk", rank=1)
     assert {name: metric.count for name, metric in other.metrics().items()} == dict.fromkeys(setup.channel.metrics(), 0)
 
 
+@over_http
 def test_a_server_that_missed_versions_takes_their_differences_and_one_that_joins_takes_whole_weights(
     setup: Setup, tmp_path: Path
 ) -> None:
@@ -225,6 +237,7 @@ def test_after_an_update_that_failed_whole_weights_are_sent(
     assert setup.update(4) == ["delta_v000004"]
 
 
+@over_http
 def test_a_version_is_written_whole_when_a_server_asks_and_only_as_the_last_one(setup: Setup, tmp_path: Path) -> None:
     setup.machines.all = []
     setup.update(1)
@@ -241,6 +254,7 @@ def test_a_version_is_written_whole_when_a_server_asks_and_only_as_the_last_one(
     late.puller.close()
 
 
+@over_http
 def test_a_long_chain_of_differences_loses_its_oldest(setup: Setup) -> None:
     """Each is about a tenth of the weights."""
     setup.update(1)
@@ -283,8 +297,73 @@ def test_a_trainer_that_starts_again_sends_whole_weights_first(setup: Setup) -> 
     setup.update(1)
     step(setup.engine.model)
     setup.update(2)
-    setup.channel._server.close()  # type: ignore[union-attr]  # killed: its folder stays
-    setup.channel = new_channel(setup.engine, setup.machines)
+    kind = "disk"
+    if isinstance(setup.channel, HttpDeltaChannel):
+        kind = "http"
+        setup.channel._server.close()  # type: ignore[union-attr]  # killed: its folder stays
+    setup.channel = new_channel(setup.engine, setup.machines, kind)
     assert setup.update(2) == [], "the server has these weights"
     step(setup.engine.model)
     assert setup.update(3) == ["delta_v000003"]
+
+
+@over_disk
+def test_servers_that_join_change_the_last_whole_version_on_the_shared_disk(setup: Setup, tmp_path: Path) -> None:
+    setup.update(1)
+    for version in (2, 3):
+        step(setup.engine.model)
+        setup.update(version)
+    setup.machines.all.append(Machine(tmp_path / "two"))
+    step(setup.engine.model)
+    assert setup.update(4) == ["delta_v000004", "delta_v000002", "delta_v000003", "delta_v000004"]
+    step(setup.engine.model)
+    assert setup.update(5) == ["delta_v000005"] * 2
+    assert [machine.problems for machine in setup.machines.all] == [[""] * 5, [""] * 2]
+
+
+@over_disk
+def test_a_lost_or_wrong_difference_on_the_shared_disk_makes_the_trainer_write_whole_weights(setup: Setup) -> None:
+    setup.update(1)
+    for version in (2, 3):
+        setup.machines.away = {0}
+        step(setup.engine.model)
+        setup.update(version)
+        delta = next(setup.channel._folder.glob(f"delta_v{version:06d}-*")) / "delta"
+        content = delta.read_bytes()
+        delta.unlink()
+        if version == 3:  # the file has its checksum, and another one than the address
+            delta.write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
+        server, update = setup.machines.all[0], setup.machines.updates[-1]
+        with raises_code("weights.bad_delta"):
+            server.take(update)
+        setup.machines.away = set()
+        assert setup.update(version) == ["whole"]
+    step(setup.engine.model)
+    assert setup.update(4) == ["delta_v000004"]
+
+
+@over_disk
+def test_differences_as_large_together_as_the_weights_are_replaced_by_whole_weights(setup: Setup) -> None:
+    """Each is about a tenth of the weights."""
+    setup.update(1)
+    found: list[str] = []
+    for version in range(2, 16):
+        step(setup.engine.model, share=0.6)
+        found += setup.update(version)
+        full = values(setup.channel)["bytes"] / values(setup.channel)["share_of_full"]
+        kept = sum(path.stat().st_size for path in setup.channel._folder.glob("delta_*/delta"))
+        assert kept < 2 * full
+    assert found.count("whole") == 1
+    assert 7 < found.index("whole") < 13
+
+
+@over_disk
+def test_folders_of_the_last_two_versions_stay_on_the_shared_disk(setup: Setup) -> None:
+    (old := setup.channel._folder / "v000900").mkdir(parents=True)
+    setup.update(1)
+    for version in (49, 50, 51, 52):
+        step(setup.engine.model)
+        setup.update(version)
+    left = sorted(path.name.partition("-")[0] for path in setup.channel._folder.iterdir())
+    assert left == ["delta_v000051", "delta_v000052", "v000050", "v000051", "v000052"]
+    assert not old.exists(), "of an earlier process"

@@ -510,8 +510,10 @@ class PPOActorConfig(
 
     group_size: int = number(1, low=1)
     """Accepted for AReaL files: must be 1 or gconfig.n_samples, which sets the group size."""
-    weight_update_mode: str = choice("auto", "auto", "xccl", "disk", "http", "delta", relevant=_WHOLE | _BY_DISK)
-    """How weights reach servers: xccl = collective, disk, http, delta = differences by http, auto = xccl or disk."""
+    weight_update_mode: str = choice(
+        "auto", "auto", "xccl", "disk", "http", "delta", "delta_disk", relevant=_WHOLE | _BY_DISK
+    )
+    """How weights reach servers: xccl = collective, disk, http, auto = xccl or disk, delta = differences by http."""
     weight_chunked_mem_mb: int = number(1024, low=1, relevant=_WHOLE & when("weight_update_mode", "auto", "xccl"))
     """Maximum size of one weight broadcast, in MiB."""
 
@@ -520,13 +522,19 @@ class PPOActorConfig(
 
     @property
     def pulls_weights(self) -> bool:
-        """Whether the machines of the servers copy the weights from trainer rank 0."""
-        return self.weight_update_mode in ("http", "delta")
+        """Whether the machines of the servers copy the weights to their own disks."""
+        return self.weight_update_mode in ("http", "delta", "delta_disk")
+
+    @property
+    def sends_deltas(self) -> bool:
+        """Whether the servers get differences between versions."""
+        return self.weight_update_mode.startswith("delta")
 
     def problems(self) -> Problems:
         yield from TrainEngineConfig.problems(self)
-        if self.lora is not None and self.weight_update_mode == "delta":
-            yield "weight_update_mode", "delta is for whole weights, and adapters of actor.lora are small: use auto"
+        if self.lora is not None and self.sends_deltas:
+            mode = self.weight_update_mode
+            yield "weight_update_mode", f"{mode} is for whole weights, and adapters of actor.lora are small: use auto"
         yield from self.advantage_problems()
         yield from self.off_policy_problems()
         yield from self.bypass_problems(self.policy_loss)
