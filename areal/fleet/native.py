@@ -14,7 +14,7 @@ from areal.api.columns import ExpertShape, Runs
 from areal.api.config import PPOConfig
 from areal.api.config.rollout import quantization_refusal
 from areal.api.data import GenerationRequest, PromptScores, ScoredRow, TokenScores, WeightUpdate
-from areal.api.errors import ArealError, ServerUnavailable
+from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.fleet.replica import ALL_TOKENS, AnswerForm, Chunks, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_backend import GENERATE_SCORING, ServerBackend, ServerCommand
 from areal.fleet.server_client import (
@@ -99,6 +99,18 @@ class NativeReplica(HttpReplica):
             await self.abandon_update()
             await self._client.post("/init_weights_update_group", group_body(update, rank))
             self._group_name = update.group_name
+        if update.published:
+            body = flat_bucket(update.buckets[0], update.group_name, flush_cache=False) | {
+                "load_format": "published",
+                "published": update.published,
+                "delta_bytes": update.delta_bytes,
+            }
+            try:
+                await self._client.post("/update_weights_from_distributed", {**body, "update_id": update_id})
+            except RequestError as error:
+                self.failed_deltas += error.code == "weights.bad_delta"
+                raise
+            return
         for bucket in update.buckets:
             body = flat_bucket(bucket, update.group_name, flush_cache=False)
             await self._client.post("/update_weights_from_distributed", {**body, "update_id": update_id})
@@ -260,6 +272,8 @@ def _served_bytes(config: PPOConfig, on_gpu: bool) -> int | None:
     states = shape.states * size
     kept = states * (native.max_running_requests + native.num_snapshots(states, weights))
     held = max(copies * weights + packed, loaded)  # quantised once they are loaded
+    if config.actor.weight_update_mode == "delta_xccl" and not on_gpu:  # as they are published
+        held += shape.parameters * _ELEMENT_BYTES[config.actor.dtype]
     return held + kept + (native.max_total_tokens or (0 if on_gpu else default)) * per_token
 
 

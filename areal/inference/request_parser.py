@@ -142,8 +142,11 @@ class BucketBody(ReceiveBody):
     dtypes: list[str]
     shapes: list[list[Annotated[int, Field(ge=0)]]]
     group_name: str
-    load_format: Literal["flattened_bucket"]
-    """One broadcast for all names of a request."""
+    load_format: Literal["flattened_bucket", "published"]
+    """One broadcast for all names of a request; or all weights, or differences of them, for the copy in memory."""
+    published: str = ""
+    delta_bytes: dict[str, Annotated[int, Field(ge=1)]] = field(default_factory=dict[str, int])
+    """As in `areal.api.data.WeightUpdate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

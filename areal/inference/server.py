@@ -138,7 +138,12 @@ class WeightRoutes:
             WeightSpec(name=name, dtype=dtype.removeprefix("torch."), shape=shape)
             for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True)
         ]
-        return await self._receive(partial(self._engine.weights.receive, specs), body)
+        weights = self._engine.weights
+        if body.load_format == "published":
+            return await self._receive(
+                partial(weights.receive_published, specs, body.published, body.delta_bytes), body
+            )
+        return await self._receive(partial(weights.receive, specs), body)
 
     async def _receive(
         self, receive: Callable[[], None], body: ReceiveBody, *, aborts: bool = False

@@ -4,24 +4,26 @@ The engine computes with the first copy meanwhile. Between two steps the copies 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from areal.api.config.train import LoRAConfig
 from areal.api.data import WeightSpec
-from areal.api.errors import RequestError
+from areal.api.errors import InputError, RequestError
 from areal.inference.quantization import quantized_layers
 from areal.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, DOWN, PREFIX, UP, adapter_weights
 from areal.models.checkpoint_files import stored_weights, weight_files
 from areal.models.stored_form import StoredForm, StoredPart
 from areal.system.durable import COMPLETE, is_complete
+from areal.system.folder_delta import change
 from areal.weights.update_group import (
     UpdateGroup,
     bucket_bytes,
@@ -30,6 +32,7 @@ from areal.weights.update_group import (
     is_finite,
     open_store,
 )
+from areal.weights.weight_image import PUBLISHED, WeightImage
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class ServedWeights:
         self.merged: AdapterChanges | None = None
         """The adapter that is merged into the weights of the model; None without one."""
         self._group: UpdateGroup | None = None
+        self._image: tuple[WeightImage, str] | None = None
+        """The weights that were published last, and their checksum, in host memory, for differences."""
         self._buffer: Tensor | None = None
 
     def allocate(self) -> None:
@@ -255,16 +260,19 @@ class ServedWeights:
             store, rank=rank, world_size=world_size, group_name=group_name, backend=backend, timeout_s=timeout_s
         )
 
+    def _joined(self) -> UpdateGroup:
+        if self._group is None:
+            message = "this server is in no update group: call /init_weights_update_group first"
+            raise RequestError(message, code="weights.no_group")
+        return self._group
+
     def receive(self, specs: list[WeightSpec]) -> None:
         """Receive one broadcast bucket.
 
         Raises RequestError for an unknown name, another shape, or numbers that are not finite. After any error the
         server leaves the group, so that the sender does not wait for it, and nothing of the update is left.
         """
-        group = self._group
-        if group is None:
-            message = "this server is in no update group: call /init_weights_update_group first"
-            raise RequestError(message, code="weights.no_group")
+        group = self._joined()
         try:
             for spec in specs:
                 self.check(spec.name, spec.shape)
@@ -276,6 +284,39 @@ class ServedWeights:
                     self.receive_value(name, value)
         except BaseException:
             self.leave()
+            raise
+
+    def receive_published(self, specs: list[WeightSpec], published: str, deltas: Mapping[str, int]) -> None:
+        """Receive all weights as a trainer publishes them, or the differences since earlier versions, into a copy in
+        host memory, and from there. `published`, `deltas`: as in `WeightUpdate`.
+
+        Raises what `receive` raises, and RequestError (weights.bad_delta) when the copy is of none of these versions or
+        the differences make other weights: then the server needs all weights. The group is left after any error.
+        """
+        group = self._joined()
+        try:
+            for spec in specs:
+                self.check(spec.name, spec.shape)
+            (image, held), self._image = self._image or (WeightImage(specs, {}), ""), None
+            received = {} if deltas else dict(image.contents)
+            received |= {base: np.empty(size, np.uint8) for base, size in deltas.items()}
+            for content in received.values():
+                device = self._device if group.backend == "nccl" else torch.device("cpu")
+                group.broadcast_bytes(content, device, give_up=lambda: self._group is not group)
+            bases = list(deltas)
+            for base in bases[bases.index(held) :] if held in bases else []:
+                change(image.contents, received[base].data)
+            if image.seal().name(PUBLISHED) != published:
+                message = f"this server has {held or 'no weights'}, and the differences did not make {published} of it"
+                raise RequestError(message, code="weights.bad_delta")
+            self._image = image, published
+            with self._on_own_stream():
+                for name, value in image.weights():
+                    self.receive_value(name, value)
+        except BaseException as error:
+            self.leave()
+            if isinstance(error, InputError):
+                raise RequestError(str(error), code=error.code) from error
             raise
 
     def leave(self) -> None:

@@ -50,7 +50,7 @@ def with_attached_servers(config: BaseExperimentConfig, environ: Mapping[str, st
     if far and not run_token(environ):
         message = f"rollout.server_addrs: {far[0]} is not on this machine: set {TOKEN_VARIABLE} to its secret"
         raise ConfigError(message, code="launch.token_missing")
-    if far and config.actor.weight_update_mode in ("xccl", "http", "delta"):
+    if far and config.actor.weight_update_mode not in ("auto", "disk", "delta_disk"):
         problem = f"{config.actor.weight_update_mode} does not reach {far[0]}, which is not on this machine"
         fix = "use disk, and a cluster.fileroot that all machines share under one path"
         raise ConfigError(f"actor.weight_update_mode: {problem}: {fix}", code="launch.attached_needs_disk")

@@ -58,18 +58,19 @@ def weight_path(config: PPOConfig, placed: Placement, *, is_attached: bool, nccl
 
     NCCL needs the same version on all ranks, and refuses two ranks on one GPU.
     """
-    mode = config.actor.weight_update_mode
+    given = config.actor.weight_update_mode
+    mode = given.removeprefix("delta_") if given != "delta" else "http"
     if config.publishes_adapters:
         return WeightPath(transport="disk", reason="the servers get adapters alone, see actor.adapter_update_mode")
-    if mode == "disk" or config.actor.pulls_weights:
-        return WeightPath(transport="disk" if "disk" in mode else "http", reason=f"actor.weight_update_mode={mode}")
+    if mode in ("disk", "http"):
+        return WeightPath(transport=mode, reason=f"actor.weight_update_mode={given}")
     trainer_gpu = bool(placed.trainers and placed.trainers[0].gpus)
     servers_gpu = bool(placed.servers and placed.servers[0][0].gpus)
     both: Literal["nccl", "gloo"] = "nccl" if trainer_gpu else "gloo"
     if is_attached:
         if mode == "auto":
             return WeightPath(transport="disk", reason="devices and libraries of attached servers are not known")
-        return WeightPath(transport=both, reason="actor.weight_update_mode=xccl")
+        return WeightPath(transport=both, reason=f"actor.weight_update_mode={given}")
     is_native = config.server_backend == "native"
     problem, reason = "", "trainers and servers run on the CPU"
     if trainer_gpu != servers_gpu:
@@ -90,7 +91,7 @@ def weight_path(config: PPOConfig, placed: Placement, *, is_attached: bool, nccl
     if problem and mode == "auto":
         return WeightPath(transport="disk", reason=problem)
     if problem:
-        message = f"actor.weight_update_mode=xccl: {problem}: use disk or auto"
+        message = f"actor.weight_update_mode={given}: {problem}: use disk or auto"
         raise ConfigError(message, code="launch.no_common_transport")
     return WeightPath(transport=both, reason=reason)
 

@@ -167,7 +167,7 @@ def _adapter(kind: type[TrainerRequest]) -> TypeAdapter[Any]:
 def _update_problem(update: WeightUpdate) -> str:
     """What is out of range in a weight update; empty = nothing. `trainer_rules` checks its version and folder."""
     texts = (update.path, update.master_address, update.backend, update.group_name, *update.replicas)
-    texts += (*update.deltas, *update.deltas.values())
+    texts += (*update.deltas, *update.deltas.values(), *update.delta_bytes, update.published)
     checks = {
         f"version: not in 0 to {MAX_COUNT}": 0 <= update.version <= MAX_COUNT,
         f"replicas: more than {MAX_REPLICAS}, or one of them twice": (

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,8 @@ _Bytes = NDArray[np.uint8]
 _ALL_NEW, _SPARSE, _DENSE = 0, 1, 2
 _DENSE_SHARE = 0.5
 _LARGEST_GAP = 255
+_DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError)
+"""Errors of what a delta file says."""
 BLOCK_BYTES = 2**21
 """Blocks end at multiples of this size in a file, and where a tensor ends."""
 
@@ -166,14 +168,38 @@ def words(content: _Bytes, width: int) -> Words:
 
 def write_delta(target: Path, changes: Iterable[tuple[str, Piece, bytes]]) -> int:
     """Write the packed differences of pieces of files; returns the size in bytes."""
-    blocks: dict[str, list[_Block]] = {}
     with open(target, "wb") as file:
-        for name, piece, packed in changes:
-            blocks.setdefault(name, []).append(_Block(piece, file.tell(), len(packed)))
-            file.write(packed)
-        listed = json.dumps(blocks).encode()
-        file.writelines((listed, len(listed).to_bytes(8, "little")))
-    return target.stat().st_size
+        pack(file, changes)
+        return file.tell()
+
+
+def pack(file: BinaryIO, changes: Iterable[tuple[str, Piece, bytes]]) -> None:
+    """Write a delta file."""
+    blocks: dict[str, list[_Block]] = {}
+    for name, piece, packed in changes:
+        blocks.setdefault(name, []).append(_Block(piece, file.tell(), len(packed)))
+        file.write(packed)
+    listed = json.dumps(blocks).encode()
+    file.writelines((listed, len(listed).to_bytes(8, "little")))
+
+
+def change(contents: Mapping[str, _Bytes], delta: memoryview) -> None:
+    """Make the files of the next version from `contents`, in place. InputError when the delta is damaged or does not
+    fit: then some have changed. A delta that fits another version makes other files."""
+
+    def make(content: _Bytes, block: _Block) -> None:
+        (begin, end, width), at, size = block
+        apply(delta[at : at + size], words(content[begin:end], width))
+
+    end = len(delta) - 8
+    try:
+        listed = _parsed(delta[end - int.from_bytes(delta[end:], "little") : end])
+        with ThreadPoolExecutor(thread_name_prefix="delta") as pool:
+            for name, blocks in listed.items():
+                for _ in pool.map(partial(make, contents[name]), blocks):
+                    pass
+    except _DAMAGED as error:
+        raise InputError(f"a difference cannot be applied: {error!r}", code="weights.bad_delta") from error
 
 
 def rebuild(
@@ -198,7 +224,7 @@ def rebuild(
                     changes = [(delta, _by_place(blocks.get(name, []), size)) for delta, blocks in lists]
                     make = partial(_make, before.fileno(), after.fileno(), changes, size, block_bytes)
                     made[name] = list(pool.map(make, range(0, size, block_bytes)))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except _DAMAGED as error:
         names = ", ".join(delta.parent.name for delta in deltas)
         raise InputError(f"{names} cannot be applied: {error}", code="weights.bad_delta") from error
     return made
@@ -227,7 +253,11 @@ def _listed(delta: int) -> dict[str, list[_Block]]:
     start = end - int.from_bytes(_read(delta, max(end, 0), end + 8).tobytes(), "little")
     if start < 0:
         raise ValueError("it is shorter than its list of files")
-    found: dict[str, Any] = json.loads(_read(delta, start, end).tobytes())
+    return _parsed(_read(delta, start, end).data)
+
+
+def _parsed(listed: memoryview) -> dict[str, list[_Block]]:
+    found: dict[str, Any] = json.loads(bytes(listed))
     return {name: [_Block(Piece(*piece), at, packed) for piece, at, packed in blocks] for name, blocks in found.items()}
 
 

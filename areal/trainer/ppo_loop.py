@@ -49,7 +49,7 @@ from areal.trainer.process_setup import TrainingRank, announce_ready, training_r
 from areal.trainer.progress import Progress, TrainingLength
 from areal.trainer.ratio_causes import RatioCauses
 from areal.trainer.roles import PPORoles, build_roles
-from areal.weights.collective import CollectiveChannel
+from areal.weights.collective import CollectiveChannel, DeltaCollectiveChannel
 from areal.weights.disk import AdapterChannel, DiskChannel, DiskDeltaChannel, HttpChannel, HttpDeltaChannel
 from areal.weights.weight_files import checksum_of
 
@@ -597,7 +597,8 @@ def build_weight_channel(
         kind = DiskDeltaChannel if config.actor.sends_deltas else DiskChannel
         return kind(engine, ranks, client, RunPaths.of(config).weights, model_folder=model)
     servers = config.allocation.inference
-    return CollectiveChannel(
+    kind = DeltaCollectiveChannel if config.actor.sends_deltas else CollectiveChannel
+    return kind(
         engine,
         ranks,
         client,

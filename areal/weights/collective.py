@@ -11,12 +11,17 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from functools import partial
+from io import BytesIO
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -26,11 +31,13 @@ from areal.api.errors import ArealError, WeightSyncError
 from areal.api.metrics import Metrics
 from areal.observe.log import get_logger
 from areal.server_side.areal_transfer.layout import widest_first
+from areal.system.folder_delta import pack
 from areal.system.network import Host, is_loopback, listen, required_token
 from areal.system.process import in_daemon_thread
 from areal.system.relay import MachineRelay
 from areal.weights.control import FleetControl, send_once, succeeded
 from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store, serve_store
+from areal.weights.weight_image import FULL_EVERY, PUBLISHED, WeightImage, sent_metrics
 
 log = get_logger(__name__)
 
@@ -90,7 +97,7 @@ class CollectiveChannel:
 
     def publish(self, version: int) -> str:
         if not self._plan:  # names, shapes and dtypes never change
-            self._plan = plan_buckets(self._engine.weight_specs(), self._bucket_bytes)
+            self._plan = self._planned(self._engine.weight_specs())
         self._attempts = 0
         return self._attempt(version)
 
@@ -153,13 +160,12 @@ class CollectiveChannel:
             replicas = self._wait_for_replicas(version)
             if not replicas:
                 return
-            update = self._update_of(version, replicas)
+            update = self._update_of(version, replicas, weights)
             request = in_daemon_thread(partial(self._control.publish, update), f"publish version {version}")
             if self._group is None:
                 self._group = self._join(request, update)
                 self._replicas = replicas
-            for bucket in self._plan:
-                self._group.broadcast(self._fill(bucket, weights), give_up=request.done)
+            self._broadcast(self._group, weights, request.done)
             self._request = request
         except BaseException as failure:
             self.close()  # replicas that wait for a broadcast fail now, so the request ends soon
@@ -181,7 +187,17 @@ class CollectiveChannel:
             raise WeightSyncError(message, code="weights.update_ended")
         request.result()
 
-    def _update_of(self, version: int, replicas: list[str]) -> WeightUpdate:
+    def _planned(self, specs: list[WeightSpec]) -> list[list[WeightSpec]]:
+        return plan_buckets(specs, self._bucket_bytes)
+
+    def _broadcast(
+        self, group: UpdateGroup, weights: Iterator[tuple[str, Tensor]], give_up: Callable[[], bool]
+    ) -> None:
+        """Send what `_update_of` describes."""
+        for bucket in self._plan:
+            group.broadcast(self._fill(bucket, weights), give_up)
+
+    def _update_of(self, version: int, replicas: list[str], weights: Iterator[tuple[str, Tensor]]) -> WeightUpdate:
         """Describe the update; opens a new store when the group must be formed again."""
         host = self._host
         if self._group is None or replicas != self._replicas:
@@ -280,6 +296,75 @@ class CollectiveChannel:
                 raise WeightSyncError(message, code="weights.unexpected")
             view.copy_(value.detach())
         return buffer
+
+
+_KEPT_SHARE = 0.25
+"""Bytes of the differences that are kept for replicas that missed versions, as a share of the weights."""
+
+
+class DeltaCollectiveChannel(CollectiveChannel):
+    """Broadcasts the differences since the versions that the replicas have, or all weights when one has none of these.
+
+    Each replica keeps the weights in host memory as they were published, and proves their checksum. All weights are
+    sent as the first version of a process, every `FULL_EVERY`-th one, and whenever a replica joins or has failed.
+    """
+
+    _image: WeightImage | None = None
+    """On rank 0 the weights that were taken last."""
+    _last: tuple[int, str] = (-1, "")
+    """Their version and checksum."""
+    _deltas: Mapping[str, NDArray[np.uint8]] = MappingProxyType({})
+    """Checksum of a version -> the difference to the next one, the last to `_image`."""
+    _held: Mapping[str, str] = MappingProxyType({})
+    """Replica -> checksum of the weights that it has."""
+    _chain: Mapping[str, NDArray[np.uint8]] = MappingProxyType({})
+    """The part of `_deltas` that is sent; empty: all weights."""
+
+    def metrics(self) -> Metrics:
+        full = 0 if self._image is None else self._image.num_bytes
+        return sent_metrics(float(sum(map(len, self._chain.values())) or full), float(full), self._ranks)
+
+    def _planned(self, specs: list[WeightSpec]) -> list[list[WeightSpec]]:
+        return [specs]
+
+    def _update_of(self, version: int, replicas: list[str], weights: Iterator[tuple[str, Tensor]]) -> WeightUpdate:
+        self._take(version, weights)
+        held = {self._held.get(replica, "") for replica in replicas}
+        bases = list(self._deltas)
+        first = min(bases.index(base) for base in held) if held <= self._deltas.keys() else len(bases)
+        self._chain = {base: self._deltas[base] for base in bases[first:]}
+        # Until they have the version, no difference fits these replicas.
+        self._held = {replica: base for replica, base in self._held.items() if replica not in replicas}
+        update = super()._update_of(version, replicas, weights)
+        sizes = {base: len(delta) for base, delta in self._chain.items()}
+        return replace(update, published=self._last[1], delta_bytes=sizes)
+
+    def _take(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> None:
+        (last, base), image, self._image = self._last, self._image, None
+        compares = image is not None and version != last and version % FULL_EVERY != 0
+        image = image or WeightImage(self._plan[0], {})
+        packed = BytesIO()
+        pack(packed, image.take(weights, compare=compares))
+        name = image.seal().name(PUBLISHED)
+        if name != base:
+            deltas = {**self._deltas, base: np.frombuffer(packed.getbuffer(), np.uint8)} if compares else {}
+            while len(deltas) > 1 and sum(map(len, deltas.values())) > _KEPT_SHARE * image.num_bytes:
+                del deltas[next(iter(deltas))]
+            self._deltas = {} if sum(map(len, deltas.values())) >= image.num_bytes else deltas
+        self._image, self._last = image, (version, name)
+
+    def _broadcast(
+        self, group: UpdateGroup, weights: Iterator[tuple[str, Tensor]], give_up: Callable[[], bool]
+    ) -> None:
+        assert self._image is not None
+        device = torch.device("cuda" if self._backend == "nccl" else "cpu")
+        for content in (self._chain or self._image.contents).values():
+            group.broadcast_bytes(content, device, give_up)
+
+    def _wait_until_served(self, request: Future[None], version: int) -> None:
+        super()._wait_until_served(request, version)
+        lacking = self._control.live_replicas(version)
+        self._held = {**self._held, **{name: self._last[1] for name in self._replicas if name not in lacking}}
 
 
 def plan_buckets(specs: Iterable[WeightSpec], max_bytes: int) -> list[list[WeightSpec]]:

@@ -22,14 +22,14 @@ from torch import Tensor
 from areal.api.data import WeightUpdate
 from areal.api.engine import AdapterSource, Ranks, WeightChannel, WeightSource
 from areal.api.errors import WeightSyncError
-from areal.api.metrics import Metric, Metrics
+from areal.api.metrics import Metrics
 from areal.system.durable import finish_interrupted_writes, install_folder, publish_folder, writing_folder
 from areal.system.folder_delta import Piece, write_delta
 from areal.system.folders import DELTA, DELTA_FILE, LIST, SHARED, FolderList, FolderServer, LocalFolder
 from areal.system.network import Host, required_token, store_prefix
 from areal.weights.control import FleetControl, send_once, succeeded
 from areal.weights.weight_files import MAX_FILE_BYTES, write_weights
-from areal.weights.weight_image import WeightImage
+from areal.weights.weight_image import FULL_EVERY, WeightImage, sent_metrics
 
 KEPT_VERSIONS = 2
 """Folders that stay: the current version, which a restarted replica loads, and the one before, which a slow replica may
@@ -187,10 +187,6 @@ class HttpChannel(DiskChannel):
             self._local.close()
 
 
-FULL_EVERY = 50
-"""Every version with a multiple of this number is copied whole."""
-
-
 class DeltaChannel(DiskChannel):
     """The base of the channels whose versions servers make from an earlier one where that takes fewer bytes.
 
@@ -213,12 +209,7 @@ class DeltaChannel(DiskChannel):
         return self._image.checksum() if self._image is not None else ""  # while servers update
 
     def metrics(self) -> Metrics:
-        sent, full = self._sent
-        count = float(self._ranks.rank == 0)
-        return {
-            "update_weights/bytes": Metric(sent, count),
-            "update_weights/share_of_full": Metric(sent / max(full, 1.0), count),
-        }
+        return sent_metrics(*self._sent, self._ranks)
 
     def _store(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> WeightUpdate:
         (last, base), image, self._image = self._last, self._image, None

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -22,6 +25,8 @@ from areal.system.network import TRAINERS_VARIABLE, Host, is_trainer, listen, re
 from areal.system.process import run_main
 
 is_finite = layout.is_finite
+PART_BYTES = 2**26
+"""Largest broadcast of `broadcast_bytes`."""
 
 
 def bucket_bytes(specs: list[WeightSpec]) -> int:
@@ -87,7 +92,7 @@ class UpdateGroup:
         """
         self.group_name = group_name
         self.backend = backend
-        self._timeout_s = timeout_s
+        self._timeout_s, self._sends = timeout_s, rank == 0
         limit_s = join_timeout_s or timeout_s
         with _as_ours():
             self._group = group.meet(
@@ -104,6 +109,17 @@ class UpdateGroup:
         """Send (rank 0) or receive `buffer`. Raises WeightSyncError after the time-out or once `give_up()` is true."""
         with _as_ours():
             group.broadcast(self._group, buffer, self._timeout_s, give_up)
+
+    def broadcast_bytes(
+        self, content: NDArray[np.uint8], device: torch.device, give_up: Callable[[], bool] | None = None
+    ) -> None:
+        """`broadcast` of bytes in host memory, in parts through `device`, that of the backend."""
+        for begin in range(0, len(content), PART_BYTES):
+            part = torch.from_numpy(content[begin : begin + PART_BYTES])
+            buffer = part.to(device)
+            self.broadcast(buffer, give_up)
+            if buffer is not part and not self._sends:
+                part.copy_(buffer)
 
     def close(self) -> None:
         """Leave without waiting; a pending broadcast of another rank fails. May be repeated."""

@@ -15,13 +15,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal.api.data import WeightSpec
+from areal.api.engine import Ranks
 from areal.api.errors import WeightSyncError
+from areal.api.metrics import Metric, Metrics
 from areal.models.checkpoint_files import INDEX
 from areal.system.durable import is_complete, publish_folder, writing_folder
 from areal.system.folder_delta import Piece, encode, pieces, words
 from areal.system.folders import FolderList
 from areal.weights.weight_files import MAX_FILE_BYTES, WeightsChecksum, content_of, index_of, layout, plan_files
 
+FULL_EVERY = 50
+"""Every version with a multiple of this number is copied whole."""
+PUBLISHED = "published"
+"""Before the checksum of weights that servers keep in memory."""
 _AHEAD = 64
 """Blocks that are compared before the first of them is used: the most whose differences are in memory."""
 
@@ -39,7 +45,7 @@ class WeightImage:
         if len(plan) > 1:
             others = {**others, INDEX: index_of(plan, sizes)}
         self._files: dict[str, NDArray[np.uint8]] = {
-            name: np.frombuffer(data, np.uint8) for name, data in others.items()
+            name: np.frombuffer(bytearray(data), np.uint8) for name, data in others.items()
         }
         self._places: dict[str, tuple[str, int, Tensor]] = {}
         """Name of a weight -> its file, where it begins there, and its shape and dtype."""
@@ -88,10 +94,20 @@ class WeightImage:
     def checksum(self) -> str:
         """After `take`: the checksum of the weights."""
         found = WeightsChecksum()
+        for name, weight in self.weights():
+            found.add(name, weight)
+        return found.hexdigest()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights, as tensors over the bytes of this image."""
         for name, (file, begin, expected) in self._places.items():
             content = torch.from_numpy(self._files[file][begin : begin + expected.nbytes])
-            found.add(name, content.view(expected.dtype).view(expected.shape))
-        return found.hexdigest()
+            yield name, content.view(expected.dtype).view(expected.shape)
+
+    @property
+    def contents(self) -> Mapping[str, NDArray[np.uint8]]:
+        """The files by name, in an order that depends on the weights alone."""
+        return self._files
 
     @property
     def num_bytes(self) -> int:
@@ -108,6 +124,15 @@ class WeightImage:
             for name, data in self._files.items():
                 data.tofile(writing / name)
             publish_folder(writing, folder, sum_up=False, sync=False)
+
+
+def sent_metrics(sent: float, full: float, ranks: Ranks) -> Metrics:
+    """Of an update by differences. `sent`, `full`: bytes for a server with the version before, and of all weights."""
+    count = float(ranks.rank == 0)
+    return {
+        "update_weights/bytes": Metric(sent, count),
+        "update_weights/share_of_full": Metric(sent / max(full, 1.0), count),
+    }
 
 
 def _replace(old: NDArray[np.uint8], new: NDArray[np.uint8], width: int) -> bytes:

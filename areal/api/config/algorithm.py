@@ -511,7 +511,7 @@ class PPOActorConfig(
     group_size: int = number(1, low=1)
     """Accepted for AReaL files: must be 1 or gconfig.n_samples, which sets the group size."""
     weight_update_mode: str = choice(
-        "auto", "auto", "xccl", "disk", "http", "delta", "delta_disk", relevant=_WHOLE | _BY_DISK
+        "auto", "auto", "xccl", "disk", "http", "delta", "delta_disk", "delta_xccl", relevant=_WHOLE | _BY_DISK
     )
     """How weights reach servers: xccl = collective, disk, http, auto = xccl or disk, delta = differences by http."""
     weight_chunked_mem_mb: int = number(1024, low=1, relevant=_WHOLE & when("weight_update_mode", "auto", "xccl"))

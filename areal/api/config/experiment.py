@@ -752,6 +752,9 @@ class PPOConfig(BaseExperimentConfig):
             mode, backend = self.actor.weight_update_mode, self.server_backend
             text = f"{mode} needs areal's host process, which {backend} servers in rollout.server_addrs lack"
             yield "actor.weight_update_mode", f"{text}: use disk"
+        if self.actor.weight_update_mode == "delta_xccl" and self.server_backend not in ("", "native"):
+            text = f"{self.server_backend} servers keep no weights in host memory for delta_xccl"
+            yield "actor.weight_update_mode", f"{text}: use delta_disk or delta"
 
 
 @dataclass(frozen=True, kw_only=True)
