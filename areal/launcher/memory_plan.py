@@ -325,8 +325,7 @@ def memory_problems(
     if needed <= host_bytes < needed + (published := published_bytes(config)):
         text = f"rank 0 keeps {_gib(published)} of published weights in host memory"
         text += f" besides the {_gib(needed)} of weights, gradients and optimiser" if needed else ""
-        mode = config.actor.weight_update_mode
-        yield f"actor.weight_update_mode: with {mode} {text}, {has}: use a mode without delta"
+        yield f"actor.weight_update_mode: with delta {text}, {has}: use a mode without delta"
     if on_gpu and card_bytes is not None and memory.peak > card_bytes * CARD_SHARE:
         key = "allocation_mode"
         if memory.activations > state:

@@ -38,13 +38,20 @@ def test_addresses_are_as_many_as_allocated(load) -> None:
     assert [problem.path for problem in caught.value.problems] == ["rollout.server_addrs"]
 
 
-@pytest.mark.parametrize("mode", ["http", "delta"])
+@pytest.mark.parametrize("mode", ["http", "delta", "delta_disk"])
 @pytest.mark.parametrize("backend", ["sglang", "vllm"])
 def test_running_servers_of_other_systems_cannot_copy_weights_over_http(load, backend: str, mode: str) -> None:
     words = (f"allocation_mode={backend}:d1+fsdp:d1", f"actor.weight_update_mode={mode}")
     assert load(*words)
     with pytest.raises(ConfigError, match=f"{mode} needs") as caught:
         load(*words, "rollout.server_addrs=['h:1']")
+    assert [problem.path for problem in caught.value.problems] == ["actor.weight_update_mode"]
+
+
+@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+def test_other_servers_get_no_differences_over_a_collective(load, backend: str) -> None:
+    with pytest.raises(ConfigError, match=f"{backend} .* delta_disk") as caught:
+        load(f"allocation_mode={backend}:d1+fsdp:d1", "actor.weight_update_mode=delta_xccl")
     assert [problem.path for problem in caught.value.problems] == ["actor.weight_update_mode"]
 
 

@@ -68,7 +68,13 @@ def test_plan_of_an_asynchronous_run(tmp_path):
     assert (numbers.steps_per_epoch, numbers.total_steps) == (12, 12)
     assert json.loads(json.dumps(dataclasses.asdict(plan)))["recover"] is False
     assert "older episodes" in str(describe(plan))
-    for mode, transport in (("http", "http"), ("delta", "http"), ("disk", "disk")):
+    for mode, transport in (
+        ("http", "http"),
+        ("delta", "http"),
+        ("disk", "disk"),
+        ("delta_disk", "disk"),
+        ("delta_xccl", "gloo"),
+    ):
         config = rl_config(tmp_path)
         config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, weight_update_mode=mode))
         plan = make_plan(config, [Machine(cores=8)])

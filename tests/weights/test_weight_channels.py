@@ -88,7 +88,9 @@ class Replicas:
             if receiver.group_name != update.group_name:
                 address = update.master_address, update.master_port
                 receiver.join(*address, rank, update.world_size, update.group_name, update.backend, 60.0)
-            for index, bucket in enumerate(update.buckets):
+            if update.published:
+                receiver.receive_published(update.buckets[0], update.published, update.delta_bytes)
+            for index, bucket in enumerate([] if update.published else update.buckets):
                 if index == self.die_at and name == self.live[-1]:
                     self.live.remove(name)
                     self.die_at = None
