@@ -337,8 +337,8 @@ class WeightUpdate:
     """collective: names of the replicas of the group, in order; the ranks of replica i start at
     1 + i * ranks_per_replica."""
     published: str = ""
-    """collective: checksum of all weights, when servers keep them for differences. Then there is one bucket, which
-    names all weights; they are sent as the files of a `WeightImage`, without `delta_bytes`."""
+    """collective: name of the version with the checksum of all weights, when servers keep them for differences. Then
+    one bucket names all weights; they are sent as the files of a `WeightImage`, unless there are `delta_bytes`."""
     delta_bytes: dict[str, int] = field(default_factory=dict[str, int])
     """collective: `published` of an earlier version -> bytes of the difference to the next one, in order, the last to
     this one. They are sent instead of the weights."""

@@ -32,7 +32,7 @@ from areal.weights.update_group import (
     is_finite,
     open_store,
 )
-from areal.weights.weight_image import PUBLISHED, WeightImage
+from areal.weights.weight_image import WeightImage
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class ServedWeights:
         """The adapter that is merged into the weights of the model; None without one."""
         self._group: UpdateGroup | None = None
         self._image: tuple[WeightImage, str] | None = None
-        """The weights that were published last, and their checksum, in host memory, for differences."""
+        """The weights that were published last, and the name of their version, in host memory, for differences."""
         self._buffer: Tensor | None = None
 
     def allocate(self) -> None:
@@ -306,7 +306,7 @@ class ServedWeights:
             bases = list(deltas)
             for base in bases[bases.index(held) :] if held in bases else []:
                 change(image.contents, received[base].data)
-            if image.seal().name(PUBLISHED) != published:
+            if image.seal().name(published.partition("-")[0]) != published:
                 message = f"this server has {held or 'no weights'}, and the differences did not make {published} of it"
                 raise RequestError(message, code="weights.bad_delta")
             self._image = image, published

@@ -219,7 +219,8 @@ def rebuild(
             if not all(blocks.keys() <= sizes.keys() for _, blocks in lists):
                 raise ValueError("it changes files that the version does not have")
             for name, size in sizes.items():
-                with open(old / name, "rb", buffering=0) as before, open(new / name, "wb", buffering=0) as after:
+                (new / name).touch()  # what is there is written over
+                with open(old / name, "rb", buffering=0) as before, open(new / name, "r+b", buffering=0) as after:
                     after.truncate(size)
                     changes = [(delta, _by_place(blocks.get(name, []), size)) for delta, blocks in lists]
                     make = partial(_make, before.fileno(), after.fileno(), changes, size, block_bytes)

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -398,7 +398,7 @@ class FolderPuller:
                 transfers[-1].run(fetched[-1])
             listed = whole.listed()
             shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
+            _reuse_old(root, here[-1], folder)
             sizes = {file.name: file.num_bytes for file in listed.files}
             found = rebuild(here[-1], [path / DELTA_FILE for path in fetched], folder, sizes, listed.block_bytes)
             for file in listed.files:
@@ -446,11 +446,27 @@ def unfinished(final: Path) -> Path:
 def _remove_old(root: Path, newest: Path) -> None:
     """Remove old versions, and what killed processes left. No other process may be pulling."""
     found = [path for path in root.iterdir() if path.is_dir() and path != newest]
-    versions = [path for path in found if _NAME.fullmatch(path.name) and not path.name.startswith(DELTA)]
-    kept = sorted(versions, key=lambda path: path.stat().st_mtime)[-(KEPT - 1) :]
+    kept = _versions(found)[-(KEPT - 1) :]
     for path in found:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _versions(folders: Iterable[Path]) -> list[Path]:
+    """The complete versions among these, from the one that was used first to the last."""
+    versions = [path for path in folders if _NAME.fullmatch(path.name) and not path.name.startswith(DELTA)]
+    return sorted(versions, key=lambda path: path.stat().st_mtime)
+
+
+def _reuse_old(root: Path, base: Path, folder: Path) -> None:
+    """Make `folder` of the files of a version that is removed soon: to write over pages in memory takes a fifth of the
+    time of new ones. No server loads that version any more: the fleet makes one update at a time."""
+    old = [path for path in _versions(root.iterdir())[: 1 - KEPT] if path != base]
+    if old:
+        (old[0] / COMPLETE).unlink(missing_ok=True)
+        old[0].rename(folder)
+    else:
+        folder.mkdir()
 
 
 class _Transfer:

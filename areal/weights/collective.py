@@ -37,7 +37,7 @@ from areal.system.process import in_daemon_thread
 from areal.system.relay import MachineRelay
 from areal.weights.control import FleetControl, send_once, succeeded
 from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store, serve_store
-from areal.weights.weight_image import FULL_EVERY, PUBLISHED, WeightImage, sent_metrics
+from areal.weights.weight_image import FULL_EVERY, WeightImage, sent_metrics
 
 log = get_logger(__name__)
 
@@ -312,11 +312,11 @@ class DeltaCollectiveChannel(CollectiveChannel):
     _image: WeightImage | None = None
     """On rank 0 the weights that were taken last."""
     _last: tuple[int, str] = (-1, "")
-    """Their version and checksum."""
+    """Their version, and its name with the checksum."""
     _deltas: Mapping[str, NDArray[np.uint8]] = MappingProxyType({})
-    """Checksum of a version -> the difference to the next one, the last to `_image`."""
+    """Name of a version -> the difference to the next one, the last to `_image`."""
     _held: Mapping[str, str] = MappingProxyType({})
-    """Replica -> checksum of the weights that it has."""
+    """Replica -> name of the version that it has."""
     _chain: Mapping[str, NDArray[np.uint8]] = MappingProxyType({})
     """The part of `_deltas` that is sent; empty: all weights."""
 
@@ -345,7 +345,7 @@ class DeltaCollectiveChannel(CollectiveChannel):
         image = image or WeightImage(self._plan[0], {})
         packed = BytesIO()
         pack(packed, image.take(weights, compare=compares))
-        name = image.seal().name(PUBLISHED)
+        name = image.seal().name(str(version))
         if name != base:
             deltas = {**self._deltas, base: np.frombuffer(packed.getbuffer(), np.uint8)} if compares else {}
             while len(deltas) > 1 and sum(map(len, deltas.values())) > _KEPT_SHARE * image.num_bytes:

@@ -26,8 +26,6 @@ from areal.weights.weight_files import MAX_FILE_BYTES, WeightsChecksum, content_
 
 FULL_EVERY = 50
 """Every version with a multiple of this number is copied whole."""
-PUBLISHED = "published"
-"""Before the checksum of weights that servers keep in memory."""
 _AHEAD = 64
 """Blocks that are compared before the first of them is used: the most whose differences are in memory."""
 

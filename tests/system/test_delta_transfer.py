@@ -201,3 +201,13 @@ def test_names_that_leave_the_folder_and_other_machines_are_not_followed(
     pulled = puller.pull(trainer.urls[2], (), {trainer.name(1): away})
     assert "is no folder of a trainer" in pulled.problem
     assert is_version(pulled, trainer, 2)
+
+
+def test_the_files_of_the_oldest_version_are_written_over(trainer: Trainer, puller: FolderPuller) -> None:
+    files: list[int] = []
+    for version in range(4):
+        pulled = puller.pull(trainer.urls[version], (), trainer.chain(0, version))
+        assert (pulled.problem, is_version(pulled, trainer, version)) == ("", True)
+        files.append((pulled.path / "model").stat().st_ino)
+    assert len(set(files[:2])) == 2
+    assert files[2:] == files[:2]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from areal.api.data import WeightUpdate
+from areal.api.engine import WeightChannel
 from areal.inference.weight_update import ServedWeights
 from areal.system.folder_delta import write_delta
 from areal.system.folders import FolderPuller
@@ -132,7 +133,7 @@ over_http = pytest.mark.parametrize("setup", ["http"], indirect=True)
 over_disk = pytest.mark.parametrize("setup", ["disk"], indirect=True)
 
 
-def values(channel: DeltaChannel) -> dict[str, float]:
+def values(channel: WeightChannel) -> dict[str, float]:
     return {name.removeprefix("update_weights/"): metric.value for name, metric in channel.metrics().items()}
 
 

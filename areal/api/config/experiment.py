@@ -748,13 +748,10 @@ class PPOConfig(BaseExperimentConfig):
             as_many = dataclasses.replace(servers, parallel=dataclasses.replace(servers.parallel, dp=len(addresses)))
             text = f"{len(addresses)} addresses for {servers.num_replicas} servers: write {as_many} in allocation_mode="
             yield "rollout.server_addrs", f"{text}{self.allocation_mode}, or change the addresses"
-        if addresses and self.actor.pulls_weights and self.server_backend != "native":
-            mode, backend = self.actor.weight_update_mode, self.server_backend
-            text = f"{mode} needs areal's host process, which {backend} servers in rollout.server_addrs lack"
-            yield "actor.weight_update_mode", f"{text}: use disk"
-        if self.actor.weight_update_mode == "delta_xccl" and self.server_backend not in ("", "native"):
-            text = f"{self.server_backend} servers keep no weights in host memory for delta_xccl"
-            yield "actor.weight_update_mode", f"{text}: use delta_disk or delta"
+        mode, backend = self.actor.weight_update_mode, self.server_backend
+        if backend not in ("", "native") and (mode == "delta_xccl" or (addresses and self.actor.pulls_weights)):
+            needed = "native servers" if mode == "delta_xccl" else "areal's host process, which attached servers lack"
+            yield "actor.weight_update_mode", f"{mode} needs {needed}, and these are of {backend}: use disk"
 
 
 @dataclass(frozen=True, kw_only=True)
