@@ -29,7 +29,7 @@ class Size(NamedTuple):
 BUDGET = {
     "agent": Size(6518, 20, 0),
     "algorithm": Size(2501, 17, 33),
-    "api": Size(8995, 28, 582),
+    "api": Size(8992, 28, 582),
     "areal": Size(66, 2, 0),
     "cli": Size(3824, 17, 0),
     "data": Size(3854, 18, 0),
@@ -38,25 +38,15 @@ BUDGET = {
     "evaluate": Size(968, 5, 0),
     "fleet": Size(6273, 15, 0),
     "importers": Size(3450, 8, 0),
-<<<<<<< HEAD
-    "inference": Size(6153, 18, 0),
-    "launcher": Size(8649, 25, 0),
-    "ledger": Size(4013, 11, 0),
-=======
     "inference": Size(6197, 18, 0),
     "launcher": Size(8650, 25, 0),
-    "ledger": Size(3991, 11, 0),
->>>>>>> 00b73447 (Docs and names of differences over a shared disk and a collective)
+    "ledger": Size(4013, 11, 0),
     "models": Size(1507, 10, 0),
     "observe": Size(2092, 11, 0),
     "planner": Size(2421, 11, 0),
     "replay": Size(1010, 5, 0),
     "reward": Size(3442, 13, 0),
-<<<<<<< HEAD
-    "rollout": Size(4072, 12, 0),
-=======
-    "rollout": Size(4060, 12, 0),
->>>>>>> 00b73447 (Docs and names of differences over a shared disk and a collective)
+    "rollout": Size(4074, 12, 0),
     "serve": Size(4134, 14, 0),
     "server_side": Size(687, 8, 0),
     "system": Size(3445, 15, 0),
@@ -64,15 +54,7 @@ BUDGET = {
     "weights": Size(1358, 7, 0),
     "workflow": Size(1774, 8, 0),
 }
-<<<<<<< HEAD
-<<<<<<< HEAD
-TESTS_LINES = 98212
-=======
-TESTS_LINES = 98212
->>>>>>> 00b73447 (Docs and names of differences over a shared disk and a collective)
-=======
-TESTS_LINES = 98212
->>>>>>> ab9b9bf5 (A server writes the next version over the pages of the one that it removes)
+TESTS_LINES = 98194
 
 
 def option_classes() -> Iterator[type[Any]]:
