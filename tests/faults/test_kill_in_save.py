@@ -2,6 +2,7 @@
 continues."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,11 @@ def test_a_kill_at_each_stage_of_a_save_leaves_the_older_checkpoint(
         overrides = (*overrides, f"actor.path={tmp_path}/experts")
     killed = tmp_path / "killed"
     killed.mkdir()
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).with_name("kill_in_save")))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).with_name("kill_in_save")), prepend=os.pathsep)
     monkeypatch.setenv("AREAL_PRELOAD", "0")  # each process imports sitecustomize at its start
     monkeypatch.setenv("KILLED_IN_SAVE", str(killed))
     run = make_run("recover.freq_steps=2", "total_train_steps=24", *overrides)
-    run.wait_for_the_end()
+    run.wait_for_the_end(limit_s=1500)  # seven starts
     assert run.exit_code == 0, run.log_path.read_text()[-3000:]
     found = sorted(killed.iterdir())
     assert [path.name.partition("-")[2] for path in found] == list(STAGES)

@@ -9,6 +9,8 @@ import os
 import re
 import signal
 import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 from pathlib import Path
 
 STAGES = ("updates", "copied", "writes", "wrote", "sealed", "renamed")
@@ -69,6 +71,10 @@ def install(folder: Path) -> None:
 
 
 if "KILLED_IN_SAVE" in os.environ and "AREAL_PROCESS" in os.environ:
+    # Python imports one sitecustomize, here this one; that of `make test-megatron` comes later on the path.
+    other = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != str(Path(__file__).parent)])
+    if other is not None and other.loader is not None:
+        other.loader.exec_module(module_from_spec(other))
     context, killed = json.loads(os.environ["AREAL_PROCESS"]), Path(os.environ["KILLED_IN_SAVE"])
     if (context["role"], context["index"]) == ("trainer", 0):
         install(killed)
