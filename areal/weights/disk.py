@@ -228,9 +228,10 @@ class DeltaChannel(DiskChannel):
             self._sent = 0.0, float(full)
         else:
             is_whole |= size >= full
-            deltas = {} if is_whole else self._limited({**self._deltas, base: (self._offer(difference), size)}, full)
-            is_whole |= not deltas
-            self._deltas, self._sent = deltas, (float(full if is_whole else size), float(full))
+            deltas = {} if is_whole else {**self._deltas, base: (self._offer(difference), size)}
+            self._sent = float(size if deltas else full), float(full)
+            is_whole |= self._limit(deltas, full)
+            self._deltas = deltas
         url = self._offer_version(folder, listed, image, is_whole=is_whole)
         self._image, self._last = image, (version, name)
         deltas = {base: url for base, (url, _) in self._deltas.items()}
@@ -242,11 +243,11 @@ class DeltaChannel(DiskChannel):
 
     @abstractmethod
     def _offer_version(self, folder: Path, listed: FolderList, image: WeightImage, *, is_whole: bool) -> str:
-        """The address of the version in `image`. `is_whole`: no server can have a difference to it."""
+        """The address of the version in `image`. `is_whole`: some servers may have no use for the differences."""
 
     @abstractmethod
-    def _limited(self, deltas: dict[str, tuple[str, int]], full: int) -> dict[str, tuple[str, int]]:
-        """Differences of fewer bytes than `full` together; empty: the version is whole."""
+    def _limit(self, deltas: dict[str, tuple[str, int]], full: int) -> bool:
+        """Remove the differences that are no longer worth their bytes; returns whether the version must be whole."""
 
 
 class HttpDeltaChannel(DeltaChannel, HttpChannel):
@@ -263,10 +264,10 @@ class HttpDeltaChannel(DeltaChannel, HttpChannel):
             shutil.rmtree(folder, ignore_errors=True)  # of the same version with other weights
         return self._server.offer(folder, listed, partial(image.write, listed, folder))
 
-    def _limited(self, deltas: dict[str, tuple[str, int]], full: int) -> dict[str, tuple[str, int]]:
+    def _limit(self, deltas: dict[str, tuple[str, int]], full: int) -> bool:
         while sum(size for _, size in deltas.values()) >= full:
             del deltas[next(iter(deltas))]
-        return deltas
+        return False
 
     def _prune(self, current: int) -> None:
         super()._prune(current)
@@ -282,6 +283,8 @@ class DiskDeltaChannel(DeltaChannel):
 
     _used: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     """Folders of the version before and of the last one. A slow server may still read those of the former."""
+    _whole = ""
+    """The last version that was written whole."""
 
     def _offer(self, difference: Path) -> str:
         return self._install(difference, FolderList.of(difference))
@@ -291,6 +294,7 @@ class DiskDeltaChannel(DeltaChannel):
         shutil.rmtree(writing, ignore_errors=True)
         if is_whole:
             image.write(listed, writing)
+            self._whole = listed.name(folder.name)
         else:
             writing.mkdir()
         url = self._install(writing, listed, folder.name)
@@ -305,8 +309,14 @@ class DiskDeltaChannel(DeltaChannel):
         install_folder(filled, final)
         return f"{SHARED}{final.absolute()}"
 
-    def _limited(self, deltas: dict[str, tuple[str, int]], full: int) -> dict[str, tuple[str, int]]:
-        return deltas if sum(size for _, size in deltas.values()) < full else {}
+    def _limit(self, deltas: dict[str, tuple[str, int]], full: int) -> bool:
+        bases = list(deltas)
+        needed = bases[bases.index(self._whole) :] if self._whole in deltas else []
+        if sum(deltas[base][1] for base in needed) < full:
+            return False
+        for base in bases[:-1]:  # servers with the version before take one difference, others the whole version
+            del deltas[base]
+        return True
 
     def _prune(self, current: int) -> None:
         for path in itertools.chain(self._folder.glob("v*"), self._folder.glob(f"{DELTA}v*")):

@@ -1,7 +1,8 @@
 """A trainer that publishes differences, or a server that takes them, as a process which ends at a chosen operation.
 
-`python -m tests.faults.delta_process trainer|server SEED` answers each line of JSON with one. "kill_at": the number of
-the operation on files or sockets, from the start of the command on, at which the process kills itself.
+`python -m tests.faults.delta_process trainer|server http|disk|collective SEED` answers each line of JSON with one,
+after a line "ready". "kill_at": the number of the operation, from the start of the command on, at which the process kills itself: on files or
+sockets, and with `collective` a call of a function of areal.
 """
 
 from __future__ import annotations
@@ -10,22 +11,29 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from areal.api.data import WeightSpec, WeightUpdate
+from areal.api.errors import ArealError, RequestError, WeightSyncError
 from areal.inference.weight_update import ServedWeights
 from areal.system import folders
 from areal.system.folders import FolderPuller
 from areal.system.network import TOKEN_VARIABLE, Host
-from areal.weights.disk import HttpDeltaChannel
+from areal.weights.collective import DeltaCollectiveChannel
+from areal.weights.disk import DiskDeltaChannel, HttpDeltaChannel
 from areal.weights.weight_files import WeightsChecksum
 from tests.fake_ranks import FakeRanks
 
+LIMIT_S = 60.0
 COUNTED = ("open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir", "socket.connect")
 
 
@@ -67,8 +75,12 @@ class Model(nn.Module):
 class Operations:
     """Counts the operations of this process and ends it at one of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, calls: bool = False) -> None:
+        """`calls`: of functions of areal are counted too."""
         self.count, self.kill_at = 0, 0
+        if calls:
+            threading.setprofile(self._profile)
+            sys.setprofile(self._profile)
         write = os.pwrite
 
         def counted_write(file: int, data: Any, offset: int) -> int:
@@ -81,6 +93,10 @@ class Operations:
     def start(self, kill_at: int) -> None:
         self.count, self.kill_at = 0, kill_at
 
+    def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call" and "/areal/" in frame.f_code.co_filename:
+            self.note()
+
     def note(self) -> None:
         self.count += 1
         if self.count == self.kill_at:
@@ -88,29 +104,75 @@ class Operations:
 
 
 class Noted:
-    """The controller: keeps the update for the answer."""
+    """The controller: keeps the update for the answer. A collective one is printed; the next line of standard input
+    tells which servers lack it, and whether all failed."""
 
     def __init__(self) -> None:
         self.update: WeightUpdate | None = None
+        self.served = -1
+        self.lacking: list[str] = []
 
     def start_update(self, update: WeightUpdate) -> None:
         self.update = update
 
-    def publish(self, update: WeightUpdate) -> None: ...
+    def live_replicas(self, version: int) -> list[str]:
+        return self.lacking
+
+    def publish(self, update: WeightUpdate) -> None:
+        if update.is_folder:
+            return
+        if update.replicas:
+            print(json.dumps({"update": asdict(update)}), flush=True)  # noqa: T201
+            answer = json.loads(sys.stdin.readline())
+            self.lacking = answer["lacking"]
+            self.served = self.served if answer["all_failed"] else update.version
+        if self.served != update.version:
+            raise WeightSyncError("no server has it")
 
 
-def train(seed: int) -> None:
-    model, control, operations = Model(seed), Noted(), Operations()
-    channel = HttpDeltaChannel(model, FakeRanks(), control, host=Host())  # type: ignore[arg-type]
+def train(kind: str, seed: int) -> None:
+    model, control, operations = Model(seed), Noted(), Operations(calls=kind == "collective")
+    common: tuple[Any, ...] = (model, FakeRanks(), control)
+    if kind == "http":
+        channel: Any = HttpDeltaChannel(*common, host=Host())
+    elif kind == "disk":
+        channel = DiskDeltaChannel(*common, Path(os.environ["TMPDIR"]).parent / "shared")
+    else:
+        channel = DeltaCollectiveChannel(*common, bucket_bytes=0, backend="gloo", timeout_s=LIMIT_S)
     for line in sys.stdin:
         command = json.loads(line)
         model.advance(command["version"])
+        control.lacking = command.get("replicas", [])
         operations.start(command["kill_at"])
         channel.publish(command["version"])
         channel.wait_served()
-        assert control.update is not None
-        answer = {"url": control.update.path, "deltas": control.update.deltas, "num_operations": operations.count}
+        update = control.update or WeightUpdate(version=command["version"], kind="collective")
+        answer = {"url": update.path, "deltas": update.deltas, "num_operations": operations.count}
+        answer["bytes"] = channel.metrics()["update_weights/bytes"].value
         print(json.dumps(answer), flush=True)  # noqa: T201
+
+
+def receive(seed: int) -> None:
+    """A server that takes broadcasts."""
+    model, operations = Model(seed), Operations(calls=True)
+    served = ServedWeights(model)
+    for line in sys.stdin:
+        command = json.loads(line)
+        update = TypeAdapter(WeightUpdate).validate_python(command["update"])
+        operations.start(command["kill_at"])
+        answer: dict[str, Any] = {}
+        try:
+            if served.group_name != update.group_name:
+                where = update.master_address, update.master_port, command["rank"], update.world_size
+                served.join(*where, update.group_name, update.backend, LIMIT_S)
+            served.receive_published(update.buckets[0], update.published, update.delta_bytes)
+            served.check_complete("")
+            served.install()
+            answer = {"checksum": model.checksum()}
+        except ArealError as error:
+            served.leave()
+            answer = {"error": error.code, "message": str(error)}
+        print(json.dumps({**answer, "num_operations": operations.count}), flush=True)  # noqa: T201
 
 
 def serve(seed: int) -> None:
@@ -127,7 +189,11 @@ def serve(seed: int) -> None:
         command = json.loads(line)
         copied.clear()
         operations.start(command["kill_at"])
-        pulled = puller.pull(command["url"], (), command["deltas"])
+        try:
+            pulled = puller.pull(command["url"], (), command["deltas"])
+        except RequestError as error:
+            print(json.dumps({"error": error.code, "num_operations": operations.count}), flush=True)  # noqa: T201
+            continue
         served.receive_folder(pulled.path)
         served.check_complete("")
         served.install()
@@ -137,4 +203,9 @@ def serve(seed: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"trainer": train, "server": serve}[sys.argv[1]](int(sys.argv[2]))
+    _, role, kind, seed = sys.argv
+    print("ready", flush=True)  # noqa: T201
+    if role == "trainer":
+        train(kind, int(seed))
+    else:
+        (receive if kind == "collective" else serve)(int(seed))

@@ -146,9 +146,10 @@ def test_weights_over_the_collective(backend: Backend, warm_up: Path) -> None:
     check_to_the_end(run)
 
 
-def test_weights_over_disk_with_the_server_killed_on_the_way(backend: Backend, warm_up: Path) -> None:
+@pytest.mark.parametrize("mode", ["disk", "delta_disk"])
+def test_weights_over_disk_with_the_server_killed_on_the_way(backend: Backend, warm_up: Path, mode: str) -> None:
     """kill -9 of the foreign server, not of its host: the launcher starts it again, it loads the current version."""
-    run = launch(backend, warm_up, "actor.weight_update_mode=disk")
+    run = launch(backend, warm_up, f"actor.weight_update_mode={mode}")
     run.wait_for_steps(6)
     victims = run.processes("vllm.entrypoints.cli.main", "sglang.launch_server")
     servers = [process for process in victims if "server_host" not in " ".join(process.cmdline())]
@@ -158,10 +159,11 @@ def test_weights_over_disk_with_the_server_killed_on_the_way(backend: Backend, w
     assert servers[0].pid not in {process.pid for process in run.processes()}
 
 
-def test_weights_over_http_with_the_trainer_killed_on_the_way(backend: Backend, warm_up: Path) -> None:
+@pytest.mark.parametrize("mode", ["http", "delta"])
+def test_weights_over_http_with_the_trainer_killed_on_the_way(backend: Backend, warm_up: Path, mode: str) -> None:
     """The trainer that starts again serves its versions at another address; the server pulls them from there."""
     recovers = ("recover.mode=auto", "recover.freq_steps=3")
-    run = launch(backend, warm_up, "actor.weight_update_mode=http", *recovers)
+    run = launch(backend, warm_up, f"actor.weight_update_mode={mode}", *recovers)
     run.wait_for_steps(6)
     (trainer,) = [
         one for one in run.processes("areal.trainer") if json.loads(one.environ()["AREAL_PROCESS"])["role"] == "trainer"

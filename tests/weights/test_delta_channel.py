@@ -344,18 +344,24 @@ def test_a_lost_or_wrong_difference_on_the_shared_disk_makes_the_trainer_write_w
 
 
 @over_disk
-def test_differences_as_large_together_as_the_weights_are_replaced_by_whole_weights(setup: Setup) -> None:
+def test_when_the_differences_since_the_last_whole_version_are_as_large_the_next_is_whole_too(
+    setup: Setup, tmp_path: Path
+) -> None:
     """Each is about a tenth of the weights."""
     setup.update(1)
-    found: list[str] = []
     for version in range(2, 16):
         step(setup.engine.model, share=0.6)
-        found += setup.update(version)
+        assert setup.update(version) == [f"delta_v{version:06d}"]
         full = values(setup.channel)["bytes"] / values(setup.channel)["share_of_full"]
         kept = sum(path.stat().st_size for path in setup.channel._folder.glob("delta_*/delta"))
         assert kept < 2 * full
-    assert found.count("whole") == 1
-    assert 7 < found.index("whole") < 13
+    whole = {path.parent.name.partition("-")[0] for path in setup.channel._folder.glob("v*/*.safetensors")}
+    assert len(whole) == 1
+    assert "v000008" < min(whole) < "v000014"
+    setup.machines.all.append(Machine(tmp_path / "two"))
+    step(setup.engine.model)
+    found = setup.update(16)
+    assert found == ["delta_v000016", *(f"delta_v{number:06d}" for number in range(int(min(whole)[1:]) + 1, 17))]
 
 
 @over_disk
