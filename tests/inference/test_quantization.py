@@ -15,12 +15,15 @@ from areal.api.errors import ConfigError, RequestError
 from areal.inference.quantization import SCHEMES, QuantizedLinear, quantize, quantized_layers, widened
 from areal.inference.weight_update import ServedWeights, weight_bytes
 from areal.system.network import TOKEN_VARIABLE
+from areal.weights.collective import DeltaCollectiveChannel
 from tests.expect import serve
+from tests.fake_ranks import FakeRanks
 from tests.fixed_trainer import FixedTrainer
 from tests.inference.test_adapters import load, write_adapter
 from tests.inference.test_paged_kernel import with_graphs
 from tests.system.test_delta_transfer import copied
 from tests.weights.test_delta_channel import Machine, Machines, new_channel, step
+from tests.weights.test_delta_collective import Fleet as DeltaFleet
 
 __all__ = ("copied", "write_adapter")
 
@@ -252,6 +255,21 @@ def test_a_weight_that_is_not_finite_leaves_the_old_ones(build_model):
     with pytest.raises(RequestError, match="the update lacks"):
         weights.check_complete("")
     assert equal(held_by(model), old)
+
+
+def test_differences_over_a_collective_reach_quantised_weights(build_model, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    model, trained = build_model("qwen3-gqa").bfloat16(), build_model("qwen3-gqa", 1).bfloat16()
+    quantize(model, "int8")
+    fleet = DeltaFleet(model)
+    channel = DeltaCollectiveChannel(FixedTrainer(trained), FakeRanks(), fleet, bucket_bytes=0, backend="gloo")
+    serve(channel, 1)
+    step(trained)
+    serve(channel, 2)
+    channel.close()
+    assert [len(update.delta_bytes) for update in fleet.updates] == [0, 1]
+    quantize(trained, "int8")
+    assert equal(held_by(model), held_by(trained))
 
 
 def test_only_linear_layers_of_fitting_sizes_in_blocks_are_quantised(build_model):
