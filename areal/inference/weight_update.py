@@ -297,12 +297,14 @@ class ServedWeights:
         try:
             for spec in specs:
                 self.check(spec.name, spec.shape)
+                bucket_bytes([spec])
             (image, held), self._image = self._image or (WeightImage(specs, {}), ""), None
             received = {} if deltas else dict(image.contents)
             received |= {base: np.empty(size, np.uint8) for base, size in deltas.items()}
-            for content in received.values():
-                device = self._device if group.backend == "nccl" else torch.device("cpu")
-                group.broadcast_bytes(content, device, give_up=lambda: self._group is not group)
+            device = self._device if group.backend == "nccl" else torch.device("cpu")
+            with self._on_own_stream():
+                for content in received.values():
+                    group.broadcast_bytes(content, device, give_up=lambda: self._group is not group)
             bases = list(deltas)
             for base in bases[bases.index(held) :] if held in bases else []:
                 change(image.contents, received[base].data)
