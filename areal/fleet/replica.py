@@ -103,7 +103,7 @@ class Replica(Protocol):
     pulled_bytes: int = 0
     """Bytes of http updates that the server has received over this connection."""
     failed_deltas: int = 0
-    """Number of http updates for which whole weights were copied, because the differences failed."""
+    """Number of updates for which whole weights were needed, because the differences failed."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Chunks:
         """The answers to requests with equal settings, as their tokens arrive; each ends with a finish reason.

@@ -33,7 +33,7 @@ seconds/PHASE: s: Time of one phase of the step on trainer rank 0; after_step is
 seconds/wait_batch: s: Wait for a batch, inside of rollout.
 seconds/log_ratio: s: Scores of some rows by trainer and servers (stats_logger.causes_freq_steps).
 seconds/wait_servers: s: Wait until the servers have the last version, inside of publish_weights.
-update_weights/bytes: bytes: Offered to a server that has the version before, with actor.weight_update_mode: delta.
+update_weights/bytes: bytes: Offered to a server that has the version before, by a mode with differences.
 update_weights/share_of_full: share: These bytes over those of all weights.
 seconds/wait_evaluation: s: Wait for an evaluation after the step before; so are wait_export and wait_checkpoint.
 memory/PROCESS: GiB: Resident memory of a process with all that it started, a few seconds before the end of the step.
@@ -56,7 +56,7 @@ rollout/selection/source_shift: share: Half the sum of the differences of the sh
 rollout/produced_tokens: tokens: Tokens that all servers generated, for training and evaluation.
 rollout/generated_tokens_per_s: tokens/s: Tokens that all servers generated, for training and evaluation.
 rollout/replica_tokens_per_s/REPLICA: tokens/s: Mean speed of one answer of a replica.
-rollout/pulled_bytes: bytes: Of weights, that all servers received over HTTP (weight_update_mode http and delta).
+rollout/pulled_bytes: bytes: Of weights, that all servers copied (weight_update_mode http, delta and delta_disk).
 rollout/failed_deltas: updates: Updates of a server that copied whole weights because of a wrong or lost difference.
 
 # The train batch, as the rollout controller made it
