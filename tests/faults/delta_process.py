@@ -1,8 +1,8 @@
 """A trainer that publishes differences, or a server that takes them, as a process which ends at a chosen operation.
 
-`python -m tests.faults.delta_process trainer|server http|disk|collective SEED` answers each line of JSON with one,
-after a line "ready". "kill_at": the number of the operation, from the start of the command on, at which the process kills itself: on files or
-sockets, and with `collective` a call of a function of areal.
+`python -m tests.faults.delta_process trainer|server http|disk|collective SEED` prints "ready" and answers each line of
+JSON with one. "kill_at": the number of the operation, from the start of the command on, at which the process kills
+itself: on files or sockets, and with `collective` a call of a function of areal.
 """
 
 from __future__ import annotations
