@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, settings
 from areal.system.network import TOKEN_VARIABLE
 from tests.run_token import TOKEN
 
-settings.register_profile("areal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("areal", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("areal")
 os.environ[TOKEN_VARIABLE] = TOKEN
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else a launch with the name of a hub model waits for repeated requests

@@ -145,7 +145,7 @@ def groups(draw):
     return rows
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(groups(), st.integers(1, 4))
 def test_equals_the_comparison_of_all_pairs(rows, min_tokens):
     if rows:

@@ -19,8 +19,8 @@ def names_in_code() -> set[str]:
         is_config = path.parent.name == "config"
         checks = {
             part
-            for node in ast.walk(tree)
-            if is_config and isinstance(node, ast.FunctionDef) and node.name.endswith("problems")
+            for node in (ast.walk(tree) if is_config else ())
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("problems")
             for part in ast.walk(node)
         }
         for node in ast.walk(tree):

@@ -347,7 +347,7 @@ TEXTS = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), max_size=12) |
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=TEXTS.filter(lambda text: text not in ("", ".", "..", "???") and not set(text) & set("/\0")),
     stop=st.none() | st.lists(TEXTS.filter(bool), max_size=3),

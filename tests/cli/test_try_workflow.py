@@ -81,7 +81,7 @@ WRITERS = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_rows_of_every_format_reach_the_workflow(run, tmp_path, name):
     WRITERS[name](tmp_path / name, [{"prompt": "1+1=", "answer": "2"}, {"prompt": "30+2=", "answer": "32"}])
-    for path in (f"{tmp_path}/{name}", f"{tmp_path}/a.*"):
+    for path in (f"{tmp_path}/{name}", *([f"{tmp_path}/a.*"] if name == "a.jsonl" else [])):
         status, out = run("--row", "1", "--answer", "32", f"train_dataset.path={path}", "--json")
         facts = json.loads(out)
         assert (status, facts["error"], facts["trajectories"][0]["reward"]) == (0, "", 1.0)

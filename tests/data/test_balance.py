@@ -25,7 +25,7 @@ def longest_first(sizes, num_parts):
     return parts
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 8), st.integers(1, 5))
 def test_a_partition_in_pieces_is_that_of_one_piece(sizes, num_parts, limit):
     partition = Partition(sizes, num_parts)
@@ -36,7 +36,7 @@ def test_a_partition_in_pieces_is_that_of_one_piece(sizes, num_parts, limit):
     assert num_parts == 1 or num_pieces == max(1, -(-(len(sizes) - 1) // limit))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 8))
 def test_every_index_is_in_one_part_and_sums_differ_by_at_most_the_greatest_size(sizes, num_parts):
     parts = balanced_parts(sizes, num_parts)

@@ -35,7 +35,7 @@ def beginnings(rows) -> set[tuple[int, ...]]:
     return {tuple(row[: end + 1]) for row in rows for end in range(len(row))}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rows_of_trees())
 def test_each_beginning_is_one_token_of_the_tree(rows):
     keys, bounds = packed(rows)
@@ -52,7 +52,7 @@ def test_each_beginning_is_one_token_of_the_tree(rows):
         assert sorted(below) == list(range(place, place + len(below)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rows_of_trees())
 def test_a_branch_leaves_another_after_its_own_first_token(rows):
     keys, bounds = packed(rows)
@@ -70,7 +70,7 @@ def test_a_branch_leaves_another_after_its_own_first_token(rows):
     assert {rows[branch.row][0] for branch in by_tree} == {row[0] for row in rows}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rows_of_trees(), st.integers(1, 30), st.integers(1, 4), st.integers(1, 3))
 def test_parts_keep_the_limit_and_neighbours_together(rows, limit, min_parts, divisor):
     ordered = trees.sorted_rows(*packed(rows))

@@ -14,7 +14,7 @@ def each_once(parts: list[list[int]], count: int) -> bool:
     return sorted(i for part in parts for i in part) == list(range(count))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(lengths_lists, st.integers(50, 200), st.integers(1, 6), st.integers(1, 4))
 def test_split_keeps_the_limit(lengths, max_tokens, min_parts, divisor):
     parts = split_by_tokens(lengths, max_tokens, min_parts, divisor)

@@ -17,10 +17,10 @@ from areal.api.config.load import load_experiment
 from areal.api.errors import ConfigProblem
 from areal.data.balance import balanced_parts
 from areal.data.pack import take
-from areal.engine import float8
+from areal.engine import build, float8
 from areal.engine.fsdp import check_model
 from areal.engine.lora import LoRALinear
-from areal.launcher.preflight import refused_models
+from areal.launcher import preflight
 from tests.engine import engine_cases as cases
 from tests.engine import mesh_cases
 from tests.expect import in_order, raises_code
@@ -241,10 +241,12 @@ def test_a_model_without_such_layers_is_refused_before_the_start(model, options,
         check_model(config, role="actor", dims=ParallelDims())
 
 
-def test_a_dry_run_says_the_line_of_the_trainer(model):
+def test_a_dry_run_says_the_line_of_the_trainer(model, monkeypatch):
+    # tests/models/test_packed_families.py starts the process of this check
+    monkeypatch.setattr(preflight, "_answer_about", lambda config, *given: json.dumps(build.refused_models(config)))
     words = [f"model.path={model}", "allocation_mode=fsdp:d1", "model.fp8.filter_fqns=[mlpp]"]
     config = load_experiment(["--config", str(ROOT / "examples" / "quickstart" / "sft.yaml"), *words])
-    ((line, code),) = refused_models(config)
+    ((line, code),) = preflight.refused_models(config)
     assert line.startswith("fp8.filter_fqns: 'mlpp'")
     assert code == "model.no_such_weight"
 

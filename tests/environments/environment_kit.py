@@ -3,11 +3,13 @@
 import contextlib
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from areal.api.config import AgentConfig, GenerationHyperparameters
 from tests.agent.policies import ScriptedEngine, tool_tokenizer
@@ -61,8 +63,10 @@ recover: {mode: auto, freq_steps: 3, retries: 9}
 def run_of(folder, kind, rows, args, options=()) -> Run:
     """A run of a tiny model, not yet started."""
     task = {"openenv": "guess"}.get(kind, "mixture")
-    prepared = [sys.executable, "examples/environments/prepare.py", str(folder / "data"), "--task", task]
-    subprocess.run(prepared, cwd=ROOT, check=True)
+    prepare = runpy.run_path(str(ROOT / "examples" / "environments" / "prepare.py"))
+    with pytest.MonkeyPatch.context() as patch:  # in this process, which has imported torch
+        patch.setattr(sys, "argv", ["prepare.py", str(folder / "data"), "--task", task])
+        prepare["main"]()
     values = {"KIND": kind, "RUNS": folder, "ROWS": json.dumps(rows), "MODEL": folder / "data/model"}
     values["ARGS"] = json.dumps(args)
     text = CONFIG

@@ -76,7 +76,7 @@ def test_a_run_against_older_policies_continues_after_kills_with_the_recorded_on
     assert len(rows) == 2 * 48, "one row of each game: that of the policy"
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_a_worker_that_dies_fails_its_episodes_without_a_reward_and_the_run_goes_on(tmp_path) -> None:
     python = shim(tmp_path)
     rows = ["env:sums?size=200&seed=1", "env:dying?size=2"]

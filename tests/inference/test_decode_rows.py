@@ -48,7 +48,7 @@ def check(rows: DecodeRows, plan: StepPlan) -> None:
 Step = st.tuples(st.sampled_from(["add", "group", "abort", "retract", "in_place", "step"]), st.integers(0, 30))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     actions=st.lists(Step, min_size=10, max_size=60), blocks=st.integers(9, SPARE), budget=st.sampled_from([1, 5, 64])
 )

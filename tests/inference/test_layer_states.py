@@ -13,6 +13,9 @@ from tests.inference.test_parity import check_logprobs
 
 every_family = pytest.mark.parametrize("family", sorted(WITH_STATES))
 BARS = ("qwen3_5", "nemotron_h", "lfm2")
+in_parts_and_at_once = pytest.mark.parametrize(
+    ("family", "max_prefill_tokens"), [(family, 16) for family in sorted(WITH_STATES)] + [(one, 512) for one in BARS]
+)
 
 
 @every_family
@@ -41,8 +44,7 @@ def test_states_that_do_not_fit_are_refused_with_the_number_that_fits(free_mib):
     assert text.endswith(f"at most {free_mib // 2}")
 
 
-@every_family
-@pytest.mark.parametrize("max_prefill_tokens", [512, 16])
+@in_parts_and_at_once
 def test_logprobs_are_those_of_transformers(
     family, max_prefill_tokens, build_model, drive, prompts, reference_logprobs
 ):
@@ -80,8 +82,7 @@ def test_siblings_begin_with_a_copy_of_the_state(
         check_logprobs(sequence, reference_logprobs(model, sequence.token_ids))
 
 
-@every_family
-@pytest.mark.parametrize("max_prefill_tokens", [512, 16])
+@in_parts_and_at_once
 def test_a_turn_begins_with_the_state_behind_its_history(
     family, max_prefill_tokens, build_model, drive, prompts, reference_logprobs
 ):
@@ -89,7 +90,7 @@ def test_a_turn_begins_with_the_state_behind_its_history(
     model = build_model(family)
     driver = drive(model, max_prefill_tokens=max_prefill_tokens)
     histories = [list(prompt) for prompt in prompts[:4]]
-    for turn in range(4):
+    for turn in range(3):
         sequences = [driver.add(history, temperature=1.0, seed=turn, max_new_tokens=19) for history in histories]
         driver.run()
         for sequence in sequences:

@@ -15,7 +15,7 @@ from tests.attack.requests import BROKEN_BODIES, send_broken
 
 @pytest.mark.parametrize("path", FIELDS)
 async def test_no_body_causes_a_server_error_or_stops_the_engine(served, path):
-    @settings(max_examples=25, deadline=None, suppress_health_check=[*HealthCheck])
+    @settings(max_examples=8, deadline=None, suppress_health_check=[*HealthCheck])
     @given(body=bodies(path))
     def attack(body: bytes) -> None:
         if path == "/generate":

@@ -7,6 +7,7 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
 from areal.api.errors import ConfigError
+from tests.inference.conftest import FAMILIES
 
 TOLERANCE = 1e-5
 
@@ -19,10 +20,8 @@ def check_logprobs(sequence, reference, temperature: float = 1.0, tolerance: flo
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["qwen2-tied", "qwen3-gqa", "llama", "mistral-window", "qwen2-windows", "deepseek_v3", "gemma2", "gpt_oss"],
+    ("family", "max_prefill_tokens"), [*((family, 16) for family in FAMILIES), ("llama", 512), ("mistral-window", 512)]
 )
-@pytest.mark.parametrize("max_prefill_tokens", [512, 16])
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(
     family, max_prefill_tokens, build_model, drive, prompts, reference_logprobs
 ):

@@ -103,9 +103,11 @@ def fresh(driver, sequence: Sequence, start: int, end: int) -> Sequence:
     return again
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("prefill", [512, 13])
-@pytest.mark.parametrize("family", ALIKE)
+@pytest.mark.parametrize(
+    ("family", "prefill", "packed"),
+    [(family, 13, True) for family in ALIKE]
+    + [("qwen2-tied", 512, True), ("llama", 512, False), ("qwen3-gqa", 13, False)],
+)
 def test_an_answer_has_the_same_bits_beside_others_in_parts_and_from_the_cache(
     family, prefill, packed, build_model, drive, monkeypatch
 ):
@@ -116,7 +118,7 @@ def test_an_answer_has_the_same_bits_beside_others_in_parts_and_from_the_cache(
     history = torch.randint(0, 50, (200,), generator=generator).tolist()
     driver = drive(model, max_prefill_tokens=prefill, max_running=5)
     made = [
-        driver.add(history[:length], temperature=1.0, seed=length, max_new_tokens=40)
+        driver.add(history[:length], temperature=1.0, seed=length, max_new_tokens=20)
         for length in (1, 5, 16, 17, 60, 130, 200)
     ]
     driver.run()
@@ -132,7 +134,7 @@ def test_an_answer_has_the_same_bits_beside_others_in_parts_and_from_the_cache(
 Action = st.tuples(st.sampled_from(["add", "add", "step", "step", "abort", "update"]), st.integers(0, 60))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=st.lists(Action, min_size=8, max_size=24), blocks=st.integers(8, 20), budget=st.sampled_from([9, 64]))
 def test_answers_are_those_without_a_cache_under_preemption_and_updates(
     actions, blocks, budget, build_model, drive, monkeypatch

@@ -185,7 +185,7 @@ def test_a_row_whose_allowed_tokens_are_impossible_has_no_logprob(params):
 LIMITS = RequestLimits(vocab_size=5, context_length=64, default_stop_ids=frozenset({4}), has_tokenizer=False)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     logits=st.lists(st.floats(-1e4, 1e4, width=32), min_size=5, max_size=5),
     answer=st.lists(st.integers(0, 4), max_size=8),

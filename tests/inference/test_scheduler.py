@@ -207,7 +207,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(ACTIONS, st.integers(1, 5), st.integers(1, 24), st.integers(8, 24))
 def test_random_operations_keep_the_scheduler_consistent(actions, max_running, budget, blocks):
     scheduler, memory = make(blocks, max_running=max_running, budget=budget), Memory()

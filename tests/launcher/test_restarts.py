@@ -108,15 +108,15 @@ def test_without_recovery_a_dead_rank_ends_the_run(make_run):
     assert outcome.restarts == {}
 
 
-@pytest.mark.parametrize("role", ["controller", "server_0", "trainer_0"])
 @pytest.mark.parametrize(
-    ("death", "comes_back"),
+    ("role", "death", "comes_back"),
     [
-        ("die()", True),  # a kill before the ready sign
-        ("sys.exit(1)", False),
-        ("ready(); sys.exit(1)", True),
-        ("ready(); print('areal: error: fix it'); sys.exit(2)", False),
-        ("sys.exit(75)", True),
+        ("server_0", "die()", True),  # a kill before the ready sign
+        *((role, "sys.exit(1)", False) for role in ("controller", "server_0", "trainer_0")),
+        ("controller", "ready(); sys.exit(1)", True),
+        ("trainer_0", "ready(); sys.exit(1)", True),
+        ("server_0", "ready(); print('areal: error: fix it'); sys.exit(2)", False),
+        ("trainer_0", "sys.exit(75)", True),
     ],
 )
 def test_exit_codes_that_end_the_run(run, role, death, comes_back):

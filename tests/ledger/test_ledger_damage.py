@@ -170,7 +170,7 @@ def test_a_changed_payload_byte_is_reported_and_not_served(forge):
                 check_payload(number, read_payload(forge.folder, where))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_damaged_files_never_yield_events_that_were_not_written(forge, data):
     """Some pieces of the file are replaced, removed, doubled: a reader finds a beginning of it, or refuses it."""

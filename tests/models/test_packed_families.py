@@ -1,6 +1,7 @@
 """Families whose layers keep a state from token to token: a packed row computes what transformers computes of each
 sequence alone, in every way of training."""
 
+import json
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from areal.engine import build
 from areal.engine.fsdp import check_model
 from areal.engine.mesh import TrainerMesh
 from areal.inference.model_runner import ModelRunner, use_paged_attention
-from areal.launcher.preflight import refused_models
+from areal.launcher import preflight
 from areal.models.recurrent_layers import choosing_layers, for_each_sequence, neighbours, resets_state, state_layers
 from tests.engine import engine_cases as cases
 from tests.engine.test_every_family import FAMILIES, small_model
@@ -252,7 +253,9 @@ SFT, GRPO = (str(Path(__file__).parents[2] / "examples" / "quickstart" / name) f
 @pytest.mark.parametrize(
     ("family", "mesh"), [("glm5_next", "d1"), ("deepseek_v32", "c2"), ("qwen3_5_text", "c2"), ("qwen3_5_text", "d1")]
 )
-def test_a_dry_run_says_the_line_of_the_trainer(tmp_path, family, mesh):
+def test_a_dry_run_says_the_line_of_the_trainer(tmp_path, family, mesh, monkeypatch):
+    if (family, mesh) != ("qwen3_5_text", "c2"):  # that one is checked in a process of its own, as before a run
+        monkeypatch.setattr(preflight, "_answer_about", lambda config, *given: json.dumps(build.refused_models(config)))
     small_model(family).save_pretrained(tmp_path)
     config = load_experiment(["--config", SFT, f"model.path={tmp_path}", f"allocation_mode=fsdp:{mesh}"])
     expected = []
@@ -261,7 +264,7 @@ def test_a_dry_run_says_the_line_of_the_trainer(tmp_path, family, mesh):
         cases.make_engine(tmp_path)
     except ConfigError as error:
         expected = [[str(error), error.code]]
-    assert refused_models(config) == expected
+    assert preflight.refused_models(config) == expected
     assert bool(expected) == ((family, mesh) != ("qwen3_5_text", "d1"))
 
 

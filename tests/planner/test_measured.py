@@ -214,7 +214,7 @@ def test_a_plan_says_what_its_intervals_and_its_part_leave_out(tmp_path, capsys,
     shape = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 1000, "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    monkeypatch.setattr(command, "simulated", lambda setting, seeds: simulated(setting, 1))
+    monkeypatch.setattr(command, "simulated", lambda given, seeds: simulated(setting(steps=20), 1))  # a small run
     monkeypatch.setattr(command, "gains", lambda *given: [])
     words = [f"actor.path={tmp_path}", "allocation_mode=sglang:d16+fsdp:d2", "rollout.max_head_offpolicyness=0"]
     run_command(["plan", "--config", "benchmark/long_answers.yaml", "--card", "h100", *words])

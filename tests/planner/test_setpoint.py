@@ -83,7 +83,9 @@ def of_four(values: list[float]) -> list[float]:
     return [fmean(values[place : place + 4]) for place in range(len(values) - 3)]
 
 
-@pytest.mark.parametrize("disturbed", [longer_answers, lost_server, slow_rewards])
+@pytest.mark.parametrize(
+    "disturbed", [longer_answers, *(pytest.param(one, marks=pytest.mark.slow) for one in (lost_server, slow_rewards))]
+)
 def test_staleness_is_back_within_a_tenth_of_the_target_in_eight_steps(monkeypatch, disturbed):
     one = disturbed(monkeypatch)
     outcome = simulate(one, keeps_events=True)

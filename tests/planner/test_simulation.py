@@ -228,6 +228,7 @@ def test_the_closed_form_is_that_of_the_simulation():
         assert simulated(settings_like(one)(one.config), 1).step_s.mean == pytest.approx(estimate_s(one), rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_part_of_a_large_run_is_like_all_of_it():
     one = setting(2, rule="uniform(50,200)", servers=4, steps=40)
     data = replace(one.config.train_dataset, batch_size=256)
@@ -260,11 +261,19 @@ def test_a_part_has_its_part_of_the_reward_workers():
         assert figures_of([simulate(one)], 4).step_s.mean == pytest.approx(8.0, rel=0.01)
 
 
-def test_a_part_has_its_part_of_the_queue():
+def with_a_queue() -> Setting:
     one = large()
     rollout = replace(one.config.rollout, queue_size=275)
-    one = replace(one, config=replace(one.config, rollout=rollout))
-    assert part_of(one).config.rollout.queue_size == 138
+    return replace(one, config=replace(one.config, rollout=rollout))
+
+
+def test_a_part_has_its_part_of_the_queue():
+    assert part_of(with_a_queue()).config.rollout.queue_size == 138
+
+
+@pytest.mark.slow
+def test_the_queue_of_a_part_bounds_staleness_as_that_of_the_run():
+    one = with_a_queue()
     whole, part, free = (figures_of([simulate(each)], 4).staleness_mean.mean for each in (one, part_of(one), large()))
     assert part == pytest.approx(whole, abs=0.1)
     assert free > whole + 2.0

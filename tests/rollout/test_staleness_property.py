@@ -90,7 +90,7 @@ def trained_ages(shares):
 
 
 @pytest.mark.parametrize("on_stale", ["train", "mask", "drop", "wait"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(run=runs())
 def test_nothing_is_lost_or_used_twice(on_stale, run):
     state, steps = play(run, on_stale)
@@ -105,7 +105,7 @@ def test_nothing_is_lost_or_used_twice(on_stale, run):
 
 
 @pytest.mark.parametrize("on_stale", ["mask", "drop", "wait"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(run=runs())
 def test_no_token_older_than_the_bound_is_trained_on(on_stale, run):
     _, steps = play(run, on_stale)
@@ -116,7 +116,7 @@ def test_no_token_older_than_the_bound_is_trained_on(on_stale, run):
 
 
 @pytest.mark.parametrize("on_stale", ["train", "mask"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(run=runs())
 def test_dynamic_batches_lack_only_what_was_rejected(on_stale, run):
     run = run | {"dp_size": min(run["dp_size"], run["batch_size"])}
@@ -131,7 +131,7 @@ def test_dynamic_batches_lack_only_what_was_rejected(on_stale, run):
         assert on_stale == "train" or ages.size == 0 or ages.max() <= run["max_staleness"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(run=runs())
 def test_wait_consumes_in_order_of_admission(run):
     state, _ = play(run, "wait")
@@ -142,7 +142,7 @@ def test_wait_consumes_in_order_of_admission(run):
 
 
 @pytest.mark.parametrize("dynamic_bs", [False, True])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(run=runs())
 def test_max_staleness_zero_trains_only_on_its_own_version(dynamic_bs, run):
     run = run | {"max_staleness": 0, "dp_size": min(run["dp_size"], run["batch_size"])}

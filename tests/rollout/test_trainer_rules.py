@@ -114,7 +114,7 @@ def recorded(controller):
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_refused_request_changes_nothing_and_the_run_completes(moment, tmp_path_factory):
-    @settings(max_examples=settings.default.max_examples // 30)
+    @settings(max_examples=max(3, settings.default.max_examples // 30))
     @given(st.lists(attacks(str(RUN.root)), min_size=6, max_size=10))
     def attacked(requests):
         folder = tmp_path_factory.mktemp("ledger")

@@ -293,7 +293,7 @@ def load_config(argv: Sequence[str], cls: type[T]) -> T:
         raise SystemExit(0)
     line = _CommandLine.parse(argv)
     checked = _read_checked(line, cls, allow_unknown_top_level=False)
-    return _build(cls, line, allow_unknown_top_level=False) if checked is None else checked
+    return _build(cls, line, line.given(cls), allow_unknown_top_level=False) if checked is None else checked
 
 
 def load_experiment(
@@ -307,8 +307,8 @@ def load_experiment(
     line = _CommandLine.parse(argv)
     if (checked := _read_checked(line, None, allow_unknown_top_level=allow_unknown_top_level)) is not None:
         return checked
-    cls = line.kind(allow_unknown=allow_unknown_top_level)
-    return _build(cls, line, allow_unknown_top_level=allow_unknown_top_level, is_quiet=is_quiet)
+    cls, given = line.kind(allow_unknown=allow_unknown_top_level)
+    return _build(cls, line, given, allow_unknown_top_level=allow_unknown_top_level, is_quiet=is_quiet)
 
 
 def script_keys(argv: Sequence[str], script_text: str = "") -> dict[str, Any]:
@@ -317,8 +317,8 @@ def script_keys(argv: Sequence[str], script_text: str = "") -> dict[str, Any]:
     Raises ConfigError for a key that is spelled almost like a known one and does not occur in `script_text`.
     """
     line = _CommandLine.parse(argv)
-    cls = line.kind(allow_unknown=True)
-    given, known = line.given(cls), fields_of(cls)
+    cls, given = line.kind(allow_unknown=True)
+    known = fields_of(cls)
     names = {name for kind in KINDS for name in fields_of(kind)}
     own = [key for key in given if key not in known and legacy_rule(cls, key, "") is None]
     problems: list[ConfigProblem] = []
@@ -500,9 +500,11 @@ class _CommandLine:
             raise _bad_word("--config", "is missing: add --config FILE.yaml (`areal config SECTION` shows its options)")
         return _CommandLine(known.config, rest)
 
-    def kind(self, *, allow_unknown: bool) -> type[BaseExperimentConfig]:
-        """The kind of training."""
-        return kind_of(self.given(GRPOConfig), allow_unknown=allow_unknown)
+    def kind(self, *, allow_unknown: bool) -> tuple[type[BaseExperimentConfig], dict[str, Any]]:
+        """The kind of training, and what the user wrote for it."""
+        given = self.given(GRPOConfig)
+        cls = kind_of(given, allow_unknown=allow_unknown)
+        return cls, given if cls is GRPOConfig else self.given(cls)
 
     def given(self, cls: type[Any]) -> dict[str, Any]:
         """What the user wrote for a `cls`, files and overrides merged, interpolations unresolved."""
@@ -613,8 +615,9 @@ def _depth(value: Any) -> int:
     return 1 + max(map(_depth, children), default=0)
 
 
-def _build(cls: type[T], line: _CommandLine, *, allow_unknown_top_level: bool, is_quiet: bool = False) -> T:
-    given = line.given(cls)
+def _build(
+    cls: type[T], line: _CommandLine, given: dict[str, Any], *, allow_unknown_top_level: bool, is_quiet: bool = False
+) -> T:
     tree, broken = _resolved(cls, given) if _has_interpolation(given) else (None, {})
     reading = read(cls, given, tree, unresolved=broken, allow_unknown_top_level=allow_unknown_top_level)
     unresolved = [ConfigProblem(path, text, "config.unresolved_interpolation") for path, text in broken.items() if text]
