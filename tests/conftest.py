@@ -116,6 +116,7 @@ def pytest_collection_finish() -> None:
     """Collect garbage again, but not among the modules, which stay."""
     gc.freeze()
     gc.enable()
+    gc.set_threshold(20_000, 20, 20)  # with Python's, a third of the CPU time of many tests is the collector's
 
 
 @pytest.hookimpl(tryfirst=True)

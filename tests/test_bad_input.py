@@ -14,6 +14,7 @@ from areal.api.registry import parse_function_path
 from areal.api.workflow import RolloutWorkflow
 from areal.launcher import local
 from areal.launcher.preflight import disk_problem
+from areal.launcher.preloaded import PRELOAD
 from areal.system.process import run_main
 from areal.system.run_paths import RunPaths
 from tests.expect import raises_code
@@ -70,7 +71,7 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     scripts = [word for word in words if word.endswith(".py")]
     rest = [word for word in words if word not in scripts]
     argv = [sys.executable, "-m", "areal.launcher.local", *scripts, "--config", str(folder / "c.yaml"), *rest]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", PRELOAD: "0"}  # no process is started that could be forked
     return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250, check=False)
 
 

@@ -29,7 +29,7 @@ class Size(NamedTuple):
 BUDGET = {
     "agent": Size(6518, 20, 0),
     "algorithm": Size(2501, 17, 33),
-    "api": Size(8992, 28, 582),
+    "api": Size(8995, 28, 582),
     "areal": Size(66, 2, 0),
     "cli": Size(3824, 17, 0),
     "data": Size(3854, 18, 0),
@@ -54,7 +54,7 @@ BUDGET = {
     "weights": Size(1368, 7, 0),
     "workflow": Size(1774, 8, 0),
 }
-TESTS_LINES = 98397
+TESTS_LINES = 98430
 
 
 def option_classes() -> Iterator[type[Any]]:
