@@ -24,19 +24,21 @@ from areal.api.data import (
     GenerationResponse,
     PromptScoring,
     ScoredRow,
+    WeightSpec,
     WeightUpdate,
 )
 from areal.api.errors import RequestError
 from areal.fleet.fleet import Fleet
+from areal.fleet.native import NativeReplica
 from areal.inference.engine import build_engine, request_limits
 from areal.inference.request_parser import seed_source
 from areal.inference.server import ServerApp
 from areal.system.folders import FolderPuller
 from areal.system.http_guard import RequestGuard
 from areal.system.network import Host, bind_socket, http_address
-from areal.weights.collective import CollectiveChannel
-from areal.weights.disk import DiskChannel, HttpChannel
-from tests.expect import serve
+from areal.weights.collective import CollectiveChannel, DeltaCollectiveChannel
+from areal.weights.disk import DiskChannel, DiskDeltaChannel, HttpChannel
+from tests.expect import raises_code, serve
 from tests.fake_ranks import FakeRanks
 from tests.fixed_trainer import FixedTrainer, FleetControl
 from tests.fleet.fake_server import FleetKit, until
@@ -255,6 +257,31 @@ async def test_disk_http_and_collective_bring_the_same_weights(
     assert list(tmp_path.glob("late/areal-*/*/v000005-*"))
 
 
+async def test_differences_over_a_disk_and_a_collective_bring_the_same_weights(
+    native: NativeKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    fleet = await native.fleet(2, schedule_policy="round_robin")
+    engine = FixedTrainer(make_model(1))
+    common: tuple[Any, ...] = engine, FakeRanks(), FleetControl(fleet)
+    disk = DiskDeltaChannel(*common, tmp_path / "shared")
+    collective = DeltaCollectiveChannel(*common, bucket_bytes=0, backend="gloo", timeout_s=200)
+    shares: list[float] = []
+    for version, channel in enumerate((disk, disk, collective, collective), start=1):
+        with torch.no_grad():
+            next(engine.model.parameters())[version] += 0.1
+        await asyncio.to_thread(serve, channel, version)
+        await check_scores(fleet, engine.model, version)
+        for server in native.servers:
+            held = server.engine.runner.model.state_dict()
+            assert all(torch.equal(held[name], value) for name, value in engine.model.state_dict().items())
+        shares.append(channel.metrics()["update_weights/share_of_full"].value)
+    assert shares[0] == shares[2] == 1.0
+    assert max(shares[1], shares[3]) < 0.1
+    assert [replica["failed_deltas"] for replica in fleet.status()["replicas"]] == [0, 0]
+    collective.close()
+
+
 @pytest.mark.parametrize("mode", ["interrupt", "keep", "keep_cache"])
 async def test_a_switch_in_mid_answer_splits_it_exactly(native: NativeKit, tmp_path: Path, mode: str) -> None:
     fleet = await native.fleet(1, weight_update=mode)
@@ -434,3 +461,21 @@ async def test_a_row_that_fills_the_context_has_no_score_of_its_last_token(nativ
     )  # fmt: skip
     assert found is not None
     assert [len(scores.logprobs) for scores in found] == [3, 5]
+
+
+async def test_updates_whose_differences_fail_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = NativeReplica("server-0", "http://127.0.0.1:1")
+
+    async def refuse(path: str, body: dict[str, Any]) -> bytes:
+        if path == "/init_weights_update_group":
+            return b"{}"
+        raise RequestError("they made other weights", code="weights.bad_delta")
+
+    monkeypatch.setattr(replica._client, "post", refuse)
+    spec = WeightSpec(name="w", dtype="bfloat16", shape=[2])
+    shared = WeightUpdate(version=2, kind="http", path="file:///w/v2", deltas={"v1": "file:///w/delta_v2"})
+    sent = WeightUpdate(version=2, kind="collective", group_name="g", buckets=[[spec]], published="2-x")
+    for count, update in enumerate((shared, sent), start=1):
+        with raises_code("weights.bad_delta"):
+            await replica.prepare_weights(update, rank=1)
+        assert replica.failed_deltas == count
