@@ -55,12 +55,12 @@ ELSEWHERE = {
         "test_the_agent_of_the_warehouse_learns",
     ),
     "areal rehearse": ("tests/agent/test_examples.py", '"rehearse"'),
+    "areal run --config x.yaml --sweep": ("tests/launcher/test_local.py", '"--sweep"'),
 }
 """Beginning of a command -> the test that executes it, and a text that occurs there."""
 SLOW = {
     *("watch", "show", "audit", "stats", "replay", "compare", "export", "trace", "eval", "generate", "benchmark"),
-    "prove-template",
-    "plan",
+    *("prove-template", "plan", "fetch"),
 }
 """Subcommands that read a run, start processes or compute for seconds."""
 REFUSED = {
