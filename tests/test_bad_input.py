@@ -31,6 +31,11 @@ gconfig: {n_samples: 4, max_new_tokens: 8}
 actor: {path: FOLDER/model, dtype: float32, optimizer: {lr: 1.0e-3}}
 """
 
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "intermediate_size": 128, "vocab_size": 1000, "tie_word_embeddings": False,
+}  # fmt: skip
+"""With them no process is needed to know that the model can be trained."""
 WRONG = """
 LIMIT = 5
 def short(prompt, completion):
@@ -47,7 +52,7 @@ def folder(tmp_path_factory) -> Path:
     """A configuration in which nothing is wrong, as far as can be seen before anything starts."""
     folder = tmp_path_factory.mktemp("bad_input")
     (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    (folder / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2", **SIZES}))
     (folder / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (folder / "cut").mkdir()
     (folder / "cut" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))

@@ -1,5 +1,7 @@
 """Rows with unusable images fail their own episodes; the others are trained on, and the run keeps no other files."""
 
+from pathlib import Path
+
 import pytest
 
 from areal.api.config import GenerationHyperparameters
@@ -26,14 +28,11 @@ BAD = {
 GOOD = [{"messages": user("<image>a"), "images": [png(colour=number)]} for number in range(6)]
 
 
-def one(prompt, completion, prompt_ids, completion_ids, **row):
-    return 1.0
-
-
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 async def test_each_bad_row_fails_alone_and_nothing_is_lost(tmp_path):
     sampling = GenerationHyperparameters(n_samples=1, max_new_tokens=2, temperature=1e-3)
-    workflow = VisionRLVRWorkflow(f"{__file__}:one", sampling, TOKENIZER, images_for(tmp_path, max_images=3))
+    reward = f"{Path(__file__).parent / 'reward_for_rlvr.py'}:one"
+    workflow = VisionRLVRWorkflow(reward, sampling, TOKENIZER, images_for(tmp_path, max_images=3))
     fleet, files = rollout_kit.FakeFleet(), ImageFiles(tmp_path / "images")
     for code, row in BAD.items():
         with raises_code(code):

@@ -1,6 +1,7 @@
 """Images of rows and of results of tools in dialogues: requests, trajectories, and what reward functions get."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -20,14 +21,8 @@ from tests.workflow.conftest import ScriptedEngine
 
 TOKENIZER = character_tokenizer(TOKENS, end="<|end|>", context_length=900, chat_template=TEMPLATE)
 ROW = {"messages": [{"role": "user", "content": "see <image>?"}], "images": [url("red")], "answer": "ok"}
-REWARD = f"{__file__}:answer_reward"
+REWARD = f"{Path(__file__).parent / 'reward_for_rlvr.py'}:answer_reward"
 CALL = f"<tool_call>{json.dumps({'name': 'look', 'arguments': {}})}</tool_call><|end|>"
-
-
-def answer_reward(prompt, completion, prompt_ids, completion_ids, answer, images=None):
-    assert images is None
-    assert min(prompt_ids) >= 0
-    return float(completion == answer)
 
 
 def look():

@@ -8,18 +8,12 @@ from areal.workflow.rlvr import VisionRLVRWorkflow
 from tests.data.test_images import ONE, TOKENIZER, images_for, png, user
 from tests.expect import raises_code
 from tests.workflow.conftest import ScriptedEngine
-
-
-def answer_reward(prompt, completion, prompt_ids, completion_ids, answer, images=None):
-    assert images is None
-    return float(completion == answer)
+from tests.workflow.test_dialogue_images import REWARD
 
 
 @pytest.fixture
 async def workflow(tmp_path):
-    made = VisionRLVRWorkflow(
-        f"{__file__}:answer_reward", GenerationHyperparameters(n_samples=2), TOKENIZER, images_for(tmp_path)
-    )
+    made = VisionRLVRWorkflow(REWARD, GenerationHyperparameters(n_samples=2), TOKENIZER, images_for(tmp_path))
     yield made
     await made.aclose()
 
