@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -17,7 +19,7 @@ def compared(script: str, words: list[str], rev: str | None, rounds: int) -> dic
     """`head`, `versus` and `ratio` (versus / head) of the figures that `script` prints as JSON in its last line.
 
     Each round runs the script in a new process, first with this tree and then with that of the commit `rev`, if any;
-    the median of the rounds counts.
+    the median of the rounds counts. `ratio_within`: 90% of the ratios of rounds that are drawn again at random.
     """
     found: dict[str, list[dict[str, float]]] = {"head": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -40,8 +42,28 @@ def compared(script: str, words: list[str], rev: str | None, rounds: int) -> dic
     }
     if rev is None:
         return {"head": medians["head"]}
-    ratio = {key: round(value / medians["head"][key], 2) for key, value in medians[rev].items()}
-    return {"head": medians["head"], "versus": medians[rev], "ratio": ratio}
+    pairs = {
+        key: [(one[key], other[key]) for one, other in zip(found[rev], found["head"], strict=True)]
+        for key in medians[rev]
+    }
+    return {
+        "head": medians["head"],
+        "versus": medians[rev],
+        "ratio": {key: round(median_ratio(each), 3) for key, each in pairs.items()},
+        "ratio_within": {key: [round(bound, 3) for bound in interval(each)] for key, each in pairs.items()},
+    }
+
+
+def median_ratio(rounds: Sequence[tuple[float, float]]) -> float:
+    first, second = zip(*rounds, strict=True)
+    return statistics.median(first) / statistics.median(second)
+
+
+def interval(rounds: Sequence[tuple[float, float]], draws: int = 2000) -> tuple[float, float]:
+    """What contains 90% of the ratios of the medians of as many rounds, drawn again with replacement."""
+    dice = random.Random(0)
+    ratios = sorted(median_ratio(dice.choices(rounds, k=len(rounds))) for _ in range(draws))
+    return ratios[round(0.05 * (draws - 1))], ratios[round(0.95 * (draws - 1))]
 
 
 def _figures(script: str, words: list[str], tree: Path) -> dict[str, float]:

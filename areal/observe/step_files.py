@@ -128,7 +128,10 @@ class JsonlTracker(StepLines):
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         self._samples.mkdir(exist_ok=True)
         lines = [orjson.dumps({"step": step} | dataclasses.asdict(row)) + b"\n" for row in rows]
-        write_atomic(self._samples / _samples_name(step), b"".join(lines))
+        path = self._samples / _samples_name(step)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(b"".join(lines))  # without fsync, for which training would wait: nothing depends on it
+        temporary.replace(path)
 
 
 def _samples_name(step: int) -> str:
