@@ -391,7 +391,10 @@ class Evaluations:
             return
         self._wanted = None
         if self._background is not None:
-            self._background[1].cancel()
+            before, running = self._background
+            if before == version and not running.done():
+                return  # the trainer was restarted from the checkpoint of this version, which a replica still keeps
+            running.cancel()
         if (pinned := self._fleet.pin()) is not None:
             task = asyncio.create_task(self._evaluate_pinned(version, pinned), name=f"evaluate-{version}")
             task.add_done_callback(lambda _: pinned.release())

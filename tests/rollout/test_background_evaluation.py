@@ -135,6 +135,21 @@ async def test_a_trainer_that_goes_back_ends_it():
     await controller.close()
 
 
+async def test_a_trainer_that_goes_back_to_its_version_joins_it():
+    fleet = Fleet(version=1)
+    controller = await started(fleet)
+    await state_of(controller, 1, begins=True)
+    await asyncio.sleep(0)
+    await controller.weights.publish(update(1), timeout_s=100.0)
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=1, version=1)
+    assert await state_of(controller, 1, begins=True) == ("running", {})
+    (pinned,) = fleet.pins
+    pinned.may_answer.set()
+    state, results = await state_of(controller, 1, timeout_s=100.0)
+    assert (state, results.keys(), pinned.num_released) == ("ready", {"sampled", "greedy"}, 1)
+    await controller.close()
+
+
 async def test_an_evaluation_without_any_score_fails_the_trainer():
     fleet = Fleet(version=1)
     controller = await started(fleet, ScriptedWorkflow(lambda index: Script(outcome="fail")))
