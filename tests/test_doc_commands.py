@@ -54,6 +54,7 @@ ELSEWHERE = {
         "tests/test_tutorials.py",
         "test_the_agent_of_the_warehouse_learns",
     ),
+    "areal watch RUN --web": ("tests/cli/test_page_server.py", '"watch", str(run.root), "--web"'),  # until Ctrl-C
     "areal rehearse": ("tests/agent/test_examples.py", '"rehearse"'),
     "areal run --config x.yaml --sweep": ("tests/launcher/test_local.py", '"--sweep"'),
 }
