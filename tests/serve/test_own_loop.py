@@ -17,10 +17,7 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["grpo", pytest.param("curriculum", marks=pytest.mark.slow), pytest.param("self_play", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("name", SHOWN)
 def test_a_script_of_the_page_runs(tmp_path, name):
     write_files("docs/own_loop.md", tmp_path)
     model = write_model(tmp_path / "model")
