@@ -33,9 +33,9 @@ def group_tree(token_ids: np.ndarray, lengths: np.ndarray) -> GroupTree:
 
 
 def tree_parts(groups: Sequence[GroupTree], num_parts: int) -> list[list[int]]:
-    """Partition groups so that the largest part has few tokens of its tree, as `balanced_parts` otherwise.
+    """Partition the indices of groups as `balanced_parts` does, by the tokens of the trees of the parts.
 
-    Groups that share much are in one part unless another part would then be larger.
+    Groups that share much are in one part unless the largest part would then be larger.
     """
     bounds = np.cumsum([0, *(len(group.row) for group in groups)])
     rows = sorted_rows(np.concatenate([group.row for group in groups]).astype(np.uint32), bounds)
@@ -43,7 +43,7 @@ def tree_parts(groups: Sequence[GroupTree], num_parts: int) -> list[list[int]]:
     families = _families(sizes, rows, num_parts)
     totals = [part_tokens(sizes, rows, family) for family in families]
     together = [[group for one in part for group in families[one]] for part in balanced_parts(totals, num_parts)]
-    found = [sorted(map(sorted, together)), balanced_parts(sizes, num_parts)]
+    found = [sorted(map(sorted, together), key=lambda part: (not part, part)), balanced_parts(sizes, num_parts)]
     return min(found, key=lambda parts: max(part_tokens(sizes, rows, part) for part in parts))
 
 
