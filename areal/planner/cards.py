@@ -59,7 +59,7 @@ def card_times(name: str, config: PPOConfig, *, tokens: float) -> ServiceTimes:
     memory_per_s = card.bytes_per_s * MEMORY_SHARE * size
     token_s = 2 * active / (card.tflops * 1e12 * PREFILL_SHARE * size)
     weight_bytes = shape.parameters * _WIDTH
-    served_bytes = weight_bytes - shape.block_matrices * (_WIDTH - (config.served_bits or 16) / 8)
+    served_bytes = weight_bytes - shape.block_matrices * _WIDTH + _served_block_bytes(config, shape.block_matrices)
     transfer_s = weight_bytes / size / (card.far_bytes_per_s * LINK_SHARE)
     reduce_s = 0.0 if size == 1 else 2 * shape.layers * REDUCE_S
     has_second_copy = config.server_backend == "native"
@@ -99,7 +99,7 @@ def card_times(name: str, config: PPOConfig, *, tokens: float) -> ServiceTimes:
         ),
         source=f"extrapolated from the specification of {name} for {shape.parameters / 1e9:.1f}B parameters, of whose "
         f"peaks {MEMORY_SHARE:.0%} (memory), {PREFILL_SHARE:.0%} (prefill), {TRAIN_SHARE:.0%} (training, "
-        f"{FP8_SHARE:.0%} in FP8) and {LINK_SHARE:.0%} (links) are assumed",
+        f"{FP8_SHARE:.0%} in FP8) and {LINK_SHARE:.0%} (links) are assumed, and updates of whole weights",
         is_extrapolated=True,
     )
 
@@ -108,6 +108,13 @@ def known_card(name: str) -> Card:
     if (card := CARDS.get(name.lower())) is None:
         raise ConfigError(f"--card {name}: choose one of {', '.join(CARDS)}", code="plan.unknown_card")
     return card
+
+
+def _served_block_bytes(config: PPOConfig, count: int) -> float:
+    """Bytes of `count` weights of linear layers on a server."""
+    if config.server_backend == "native":
+        return config.native.quantized_bytes(count, int(_WIDTH))
+    return count * (config.served_bits or 8 * _WIDTH) / 8
 
 
 def _saved_by_fp8_s(config: PPOConfig, card: Card, shape: ModelShape, name: str) -> float:
@@ -119,9 +126,9 @@ def _saved_by_fp8_s(config: PPOConfig, card: Card, shape: ModelShape, name: str)
     if not card.fp8:
         key = "actor.megatron.fp8" if is_megatron else "actor.fp8"
         raise ConfigError(f"{key}: --card {name} has no FP8: remove it, or name another card", code="plan.no_fp8")
-    weights = shape.block_matrices
-    if shape.experts and not is_megatron:  # torchao leaves experts in the compute type
-        weights -= 3 * shape.experts * shape.hidden * shape.intermediate * shape.layers
+    # torchao leaves experts in the compute type
+    unused = shape.experts - shape.experts_per_token if is_megatron else shape.experts
+    weights = shape.block_matrices - unused * 3 * shape.hidden * shape.intermediate * shape.layers
     before_s, after_s = 1 / (card.tflops * TRAIN_SHARE), 1 / (card.fp8 * card.tflops * FP8_SHARE)
     return 2 * weights * (before_s - after_s) / (1e12 * config.allocation.train[0].parallel.world_size)
 

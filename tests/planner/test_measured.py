@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from areal.api.config import NativeServerConfig
-from areal.api.config.train import Float8Config
+from areal.api.config.train import Float8Config, MegatronEngineConfig
 from areal.cli.main import run_command
 from areal.planner import calibration, command
 from areal.planner.calibration import calibrate
@@ -273,7 +273,7 @@ def test_the_times_of_a_card_in_8_bits(tmp_path):
     blocks, memory = 32 * 4096 * (2 * 40 * 128 + 3 * 14336), 3.35e12 * 0.7
     before_s = times().server.step_s
     assert before_s - times(kind="int8").server.step_s == pytest.approx(blocks / memory)
-    assert before_s - times(kind="int4").server.step_s == pytest.approx(1.5 * blocks / memory)
+    assert before_s - times(kind="int4").server.step_s == pytest.approx((2 - 0.625) * blocks / memory)  # with scales
     saved_s = 2 * blocks * (1 / (989e12 * 0.4) - 1 / (2 * 989e12 * 0.3))
     trainer, plain = times(fp8=Float8Config()).trainer, times().trainer
     assert plain.update_token_s - trainer.update_token_s == pytest.approx(3 * saved_s)
@@ -282,6 +282,14 @@ def test_the_times_of_a_card_in_8_bits(tmp_path):
     assert plain.update_token_s - mixed.update_token_s == pytest.approx(2 * saved_s)
     with raises_code("plan.no_fp8"):
         times("a100", fp8=Float8Config())
+
+    shape |= {"model_type": "mixtral", "num_local_experts": 64, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    config = replace(config, allocation_mode="sglang:d1+megatron:d1")
+    trainer, plain = times(megatron=MegatronEngineConfig(fp8="hybrid")).trainer, times().trainer
+    active = 32 * 4096 * (2 * 40 * 128 + 2 * 3 * 14336)  # weights of two experts compute a token
+    saved_s = 2 * active * (1 / (989e12 * 0.4) - 1 / (2 * 989e12 * 0.3))
+    assert plain.before_token_s - trainer.before_token_s == pytest.approx(saved_s)
 
 
 def test_rewards_of_several_answers_at_a_time_are_not_added(tmp_path):

@@ -470,7 +470,7 @@ def _servers(*backends: str) -> Condition:
 
 
 KL_WITH_REFERENCE = 0.1
-_QUANTIZED_TO_8_BITS = ("int8", "fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8")
+_8_BITS = ("int8", "fp8", "mxfp8", "w8a8_", "modelopt_fp8")  # Beginnings of formats.
 _KL = above("actor.kl_ctl", 0) | above("actor.kl_loss_coef", 0)
 _RESETS = given("ref") & _KL
 
@@ -577,7 +577,7 @@ class PPOConfig(BaseExperimentConfig):
     def served_bits(self) -> int | None:
         """Bits of a weight that the servers quantize, 4 for a format that is not listed; None: they do not."""
         kind = self.served_quantization.rpartition("=")[2]
-        return None if not kind else 8 if kind in _QUANTIZED_TO_8_BITS else 4
+        return None if not kind else 8 if kind.startswith(_8_BITS) else 4
 
     @property
     def served_quantization(self) -> str:
