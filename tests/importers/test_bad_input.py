@@ -36,8 +36,7 @@ def test_any_value_of_any_key_is_translated_or_refused_by_its_name(path):
     text = path.read_text()
     tree = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     random, refused = Random(path.stem), 0
-    keys = list(flat(tree))
-    for key in random.sample(keys, min(len(keys), 12)):
+    for key in flat(tree):
         value = random.choice(VALUES)
         changed = with_value(tree, key, value)
         draft = translated(path.name.partition("_")[0], changed)
