@@ -598,8 +598,10 @@ class WeightUpdater:
 
     async def _leave_broken_group(self, slots: list[Slot], tasks: list[asyncio.Task[None]]) -> None:
         """Wait until all tasks are done. When one fails, the others end their wait for it; one that does not is
-        disconnected and connected again at once."""
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        disconnected and connected again at once. For one with wrong differences none waits: it received all."""
+        done, pending = set[asyncio.Task[None]](), set(tasks)
+        while pending and all(_has_received(task) for task in done):
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
         await self._within_grace(asyncio.wait(tasks))
         waiting = [slot.replica for slot, task in zip(slots, tasks, strict=True) if not task.done() and slot.replica]
         if waiting:
@@ -742,6 +744,11 @@ def _check_failures(update: WeightUpdate, members: list[Slot], errors: list[Area
         reasons = "; ".join(dict.fromkeys(str(error) for error in errors))
         text = f"no replica installed version {update.version}: {reasons}"
         raise WeightSyncError(text, code="fleet.update_failed")
+
+
+def _has_received(task: asyncio.Task[None]) -> bool:
+    error = task.exception()
+    return error is None or (isinstance(error, ArealError) and error.code == "weights.bad_delta")
 
 
 async def _is_missing(update: WeightUpdate, error: ArealError) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from areal.api.config.train import LoRAConfig
 from areal.api.data import WeightSpec
-from areal.api.errors import InputError, RequestError
+from areal.api.errors import InputError, RequestError, WeightSyncError
 from areal.inference.quantization import quantized_layers
 from areal.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, DOWN, PREFIX, UP, adapter_weights
 from areal.models.checkpoint_files import stored_weights, weight_files
@@ -99,8 +99,9 @@ class ServedWeights:
         self.merged: AdapterChanges | None = None
         """The adapter that is merged into the weights of the model; None without one."""
         self._group: UpdateGroup | None = None
-        self._image: tuple[WeightImage, str] | None = None
-        """The weights that were published last, and the name of their version, in host memory, for differences."""
+        self._image: tuple[WeightImage, list[WeightSpec], str] | None = None
+        """The weights that were published last, in host memory, for differences: as their trainer listed them, which
+        decides their places, and the name of their version."""
         self._buffer: Tensor | None = None
 
     def allocate(self) -> None:
@@ -260,11 +261,19 @@ class ServedWeights:
             store, rank=rank, world_size=world_size, group_name=group_name, backend=backend, timeout_s=timeout_s
         )
 
-    def _joined(self) -> UpdateGroup:
-        if self._group is None:
+    @contextmanager
+    def _joined(self) -> Iterator[UpdateGroup]:
+        """The group, which is left after an error inside, also when `leave` was called meanwhile: values are lost."""
+        if (group := self._group) is None:
             message = "this server is in no update group: call /init_weights_update_group first"
             raise RequestError(message, code="weights.no_group")
-        return self._group
+        try:
+            yield group
+            if self._group is not group:
+                raise WeightSyncError("the update group was left meanwhile", code="weights.transfer_failed")
+        except BaseException:
+            self.leave()
+            raise
 
     def receive(self, specs: list[WeightSpec]) -> None:
         """Receive one broadcast bucket.
@@ -272,8 +281,7 @@ class ServedWeights:
         Raises RequestError for an unknown name, another shape, or numbers that are not finite. After any error the
         server leaves the group, so that the sender does not wait for it, and nothing of the update is left.
         """
-        group = self._joined()
-        try:
+        with self._joined() as group:
             for spec in specs:
                 self.check(spec.name, spec.shape)
             buffer = self._buffer_of(bucket_bytes(specs))
@@ -282,9 +290,6 @@ class ServedWeights:
                 group.broadcast(buffer, give_up=lambda: self._group is not group)
                 for name, value in bucket_views(buffer, specs).items():
                     self.receive_value(name, value)
-        except BaseException:
-            self.leave()
-            raise
 
     def receive_published(self, specs: list[WeightSpec], published: str, deltas: Mapping[str, int]) -> None:
         """Receive all weights as a trainer publishes them, or the differences since earlier versions, into a copy in
@@ -293,12 +298,13 @@ class ServedWeights:
         Raises what `receive` raises, and RequestError (weights.bad_delta) when the copy is of none of these versions or
         the differences make other weights: then the server needs all weights. The group is left after any error.
         """
-        group = self._joined()
-        try:
+        with self._joined() as group:
             for spec in specs:
                 self.check(spec.name, spec.shape)
                 bucket_bytes([spec])
-            (image, held), self._image = self._image or (WeightImage(specs, {}), ""), None
+            if self._image is None or self._image[1] != specs:
+                self._image = WeightImage(specs, {}), specs, ""
+            (image, _, held), self._image = self._image, None
             received = {} if deltas else dict(image.contents)
             received |= {base: np.empty(size, np.uint8) for base, size in deltas.items()}
             device = self._device if group.backend == "nccl" else torch.device("cpu")
@@ -306,20 +312,18 @@ class ServedWeights:
                 for content in received.values():
                     group.broadcast_bytes(content, device, give_up=lambda: self._group is not group)
             bases = list(deltas)
-            for base in bases[bases.index(held) :] if held in bases else []:
-                change(image.contents, received[base].data)
+            try:
+                for base in bases[bases.index(held) :] if held in bases else []:
+                    change(image.contents, received[base].data)
+            except InputError as error:
+                raise RequestError(str(error), code=error.code) from error
             if image.seal().name(published.partition("-")[0]) != published:
                 message = f"this server has {held or 'no weights'}, and the differences did not make {published} of it"
                 raise RequestError(message, code="weights.bad_delta")
-            self._image = image, published
+            self._image = image, specs, published
             with self._on_own_stream():
                 for name, value in image.weights():
                     self.receive_value(name, value)
-        except BaseException as error:
-            self.leave()
-            if isinstance(error, InputError):
-                raise RequestError(str(error), code=error.code) from error
-            raise
 
     def leave(self) -> None:
         """Leave the group, if any, and forget what was received from it."""

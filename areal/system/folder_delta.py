@@ -12,6 +12,7 @@ codes, close to the entropy of such numbers and fast.
 """
 
 import errno
+import io
 import json
 import os
 import zlib
@@ -209,18 +210,18 @@ def rebuild(
 
     `sizes`: bytes of each file, in all of these versions. One pass reads, changes, sums and writes: returns the CRC-32
     of each block of `block_bytes`, a multiple of BLOCK_BYTES, by file. InputError when a delta is damaged or does not
-    fit. A delta that fits another version makes other files.
+    fit, or a file cannot be read; OSError when one cannot be written. A delta that fits another version makes other
+    files.
     """
     made: dict[str, list[int]] = {}
     try:
         with ExitStack() as stack, ThreadPoolExecutor(thread_name_prefix="delta") as pool:
-            opened = [stack.enter_context(open(delta, "rb", buffering=0)) for delta in deltas]
+            opened = [stack.enter_context(_opened(delta)) for delta in deltas]
             lists = [(file.fileno(), _listed(file.fileno())) for file in opened]
             if not all(blocks.keys() <= sizes.keys() for _, blocks in lists):
                 raise ValueError("it changes files that the version does not have")
             for name, size in sizes.items():
-                (new / name).touch()  # what is there is written over
-                with open(old / name, "rb", buffering=0) as before, open(new / name, "r+b", buffering=0) as after:
+                with _opened(old / name) as before, open(new / name, "wb", buffering=0) as after:
                     after.truncate(size)
                     changes = [(delta, _by_place(blocks.get(name, []), size)) for delta, blocks in lists]
                     make = partial(_make, before.fileno(), after.fileno(), changes, size, block_bytes)
@@ -273,9 +274,20 @@ def _by_place(blocks: list[_Block], size: int) -> dict[int, list[_Block]]:
     return found
 
 
+def _opened(path: Path) -> io.FileIO:
+    try:
+        return open(path, "rb", buffering=0)
+    except OSError as error:
+        raise ValueError(str(error)) from error
+
+
 def _read(file: int, begin: int, end: int) -> _Bytes:
     """Bytes of an open file. Not mapped: each page of a mapping costs a fault."""
     content = np.empty(end - begin, np.uint8)
-    if len(content) and os.preadv(file, [content.data], begin) != len(content):
+    try:
+        size = os.preadv(file, [content.data], begin) if len(content) else 0
+    except OSError as error:
+        raise ValueError(f"a file cannot be read: {error}") from error
+    if size != len(content):
         raise ValueError("a file is shorter than it was")
     return content

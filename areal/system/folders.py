@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -351,14 +351,18 @@ class FolderPuller:
                 with exclusive(self._local.path / ".pulling") as is_held:
                     if is_held and not is_complete(final):
                         transfers.append(transfer := _Transfer([*usable, url], match, self._token))
-                        problem = self._rebuild(transfer, unfinished(final), deltas or {}, transfers)
                         try:
+                            problem = self._rebuild(transfer, unfinished(final), deltas or {}, transfers)
                             transfer.run(final)
                         except RequestError as error:
                             if not (problem or transfer.proven):
                                 raise
                             message = f"the differences failed ({problem or 'they made other weights'}), and {error}"
                             raise RequestError(message, code="weights.bad_delta") from error
+                        except OSError as error:
+                            text = error.strerror or error
+                            message = f"the weights cannot be written to {self._local.path}: {text}"
+                            raise WeightSyncError(message, code="weights.pull_failed") from error
                         if transfer.proven and transfer.num_copied:
                             problem = f"the differences made other weights: {transfer.num_copied} bytes were copied"
                         _remove_old(self._local.path, final)
@@ -381,7 +385,7 @@ class FolderPuller:
         self, whole: "_Transfer", folder: Path, deltas: Mapping[str, str], transfers: "list[_Transfer]"
     ) -> str:
         """Fill the `folder` of the transfer `whole` from an earlier one and the differences since then, whose transfers
-        are appended. Returns why it is not filled although an earlier one is here."""
+        are appended. Returns why it is not filled although an earlier one is here. OSError when it cannot write."""
         root = folder.parent
         shared = whole.addresses[-1].removeprefix(SHARED)
         roots = [Path(shared).parent, root] if shared != whole.addresses[-1] else [root]
@@ -398,14 +402,14 @@ class FolderPuller:
                 transfers[-1].run(fetched[-1])
             listed = whole.listed()
             shutil.rmtree(folder, ignore_errors=True)
-            _reuse_old(root, here[-1], folder)
+            folder.mkdir()
             sizes = {file.name: file.num_bytes for file in listed.files}
             found = rebuild(here[-1], [path / DELTA_FILE for path in fetched], folder, sizes, listed.block_bytes)
             for file in listed.files:
                 pairs = zip(file.sums, found[file.name], strict=True)
                 num_equal = next((number for number, (one, other) in enumerate(pairs) if one != other), len(file.sums))
                 whole.proven[file.name] = min(num_equal * listed.block_bytes, file.num_bytes)
-        except (ArealError, OSError) as error:
+        except ArealError as error:
             return str(error)
         finally:
             for path in fetched:
@@ -446,27 +450,11 @@ def unfinished(final: Path) -> Path:
 def _remove_old(root: Path, newest: Path) -> None:
     """Remove old versions, and what killed processes left. No other process may be pulling."""
     found = [path for path in root.iterdir() if path.is_dir() and path != newest]
-    kept = _versions(found)[-(KEPT - 1) :]
+    versions = [path for path in found if not path.name.startswith((".", DELTA)) and is_complete(path)]
+    kept = sorted(versions, key=lambda path: path.stat().st_mtime)[-(KEPT - 1) :]
     for path in found:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _versions(folders: Iterable[Path]) -> list[Path]:
-    """The complete versions among these, from the one that was used first to the last."""
-    versions = [path for path in folders if _NAME.fullmatch(path.name) and not path.name.startswith(DELTA)]
-    return sorted(versions, key=lambda path: path.stat().st_mtime)
-
-
-def _reuse_old(root: Path, base: Path, folder: Path) -> None:
-    """Make `folder` of the files of a version that is removed soon: to write over pages in memory takes a fifth of the
-    time of new ones. No server loads that version any more: the fleet makes one update at a time."""
-    old = [path for path in _versions(root.iterdir())[: 1 - KEPT] if path != base]
-    if old:
-        (old[0] / COMPLETE).unlink(missing_ok=True)
-        old[0].rename(folder)
-    else:
-        folder.mkdir()
 
 
 class _Transfer:
@@ -491,18 +479,15 @@ class _Transfer:
         return FolderList.from_bytes(self._list_bytes)
 
     def run(self, final: Path) -> None:
+        """OSError when it cannot be written; else see `_failed`."""
         partial = unfinished(final)
-        try:
-            partial.mkdir(exist_ok=True)
-            listed = self.listed()
-            for index, file in enumerate(listed.files):
-                with open(partial / file.name, "ab+") as copy:
-                    self._copy(index, file, listed.block_bytes, copy)
-            (partial / LIST).write_bytes(self._list_bytes)
-            publish_folder(partial, final, sum_up=False, sync=False)
-        except OSError as error:
-            message = f"the weights cannot be written to {final.parent}: {error.strerror or error}"
-            raise WeightSyncError(message, code="weights.pull_failed") from error
+        partial.mkdir(exist_ok=True)
+        listed = self.listed()
+        for index, file in enumerate(listed.files):
+            with open(partial / file.name, "ab+") as copy:
+                self._copy(index, file, listed.block_bytes, copy)
+        (partial / LIST).write_bytes(self._list_bytes)
+        publish_folder(partial, final, sum_up=False, sync=False)
 
     def _received_list(self) -> bytes:
         while True:

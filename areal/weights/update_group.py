@@ -116,7 +116,8 @@ class UpdateGroup:
         """`broadcast` of bytes in host memory, in parts through `device`, that of the backend."""
         for begin in range(0, len(content), PART_BYTES):
             part = torch.from_numpy(content[begin : begin + PART_BYTES])
-            buffer = part.to(device)
+            is_filled = self._sends or device.type == "cpu"
+            buffer = part.to(device) if is_filled else torch.empty_like(part, device=device)
             self.broadcast(buffer, give_up)
             if buffer is not part and not self._sends:
                 part.copy_(buffer)

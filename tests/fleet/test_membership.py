@@ -6,8 +6,10 @@ import asyncio
 import json
 
 import pytest
+from aiohttp import web
 
 from areal.api.errors import ServerUnavailable, WeightSyncError
+from areal.fleet import weight_updater
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import AnswerForm, Replica
 from tests.fleet.fake_native import FakeNative
@@ -299,6 +301,38 @@ async def test_a_hung_replica_in_a_group_does_not_delay_the_others(kit: FleetKit
     await until(lambda: lacking(fleet, 1) == ["server-0"])
     await fleet.update_weights(collective(1, fleet.live_replicas(1), "g2"))
     assert (await fleet.agenerate(a_request())).output_versions == [1] * 100
+
+
+class WrongDifferences(FakeNative):
+    """The copy in its memory is no version of the trainer."""
+
+    def error(self, status: int, message: str) -> web.Response:
+        return web.json_response({"error": {"message": message}, "code": "weights.bad_delta"}, status=status)
+
+
+async def test_a_replica_that_needs_longer_than_one_with_wrong_differences_stays_in_the_group(
+    native_kit: FleetKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who knows that differences are wrong has received all of them, so no other waits for it."""
+    monkeypatch.setattr(weight_updater, "GROUP_GRACE_S", 0.0)
+    native_kit.server_class = WrongDifferences
+    first, second = await native_kit.server(0), await native_kit.server(1)
+    fleet = await native_kit.fleet(2)
+    first.fail_update, copied, receive = "refuse", asyncio.Event(), second.receive
+
+    async def copies() -> None:
+        await receive()
+        await copied.wait()
+
+    second.receive = copies  # type: ignore[method-assign]
+    update = asyncio.create_task(fleet.update_weights(collective(1, fleet.live_replicas(1), "g")))
+    await until(lambda: "receive" in first.acts() and "receive" in second.acts())
+    await until(lambda: "update server-0" not in {task.get_name() for task in asyncio.all_tasks()})
+    copied.set()
+    await update
+    assert "leave" not in second.acts()
+    assert (first.version, second.version) == (0, 1)
+    assert lacking(fleet, 1) == ["server-0"]
 
 
 class NativeOrSGLang(FakeNative):

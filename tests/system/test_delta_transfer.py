@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from areal.system.durable import is_complete
 from areal.system.folder_delta import write_delta
 from areal.system.folders import DELTA_FILE, FolderPuller, FolderServer, Pulled, exclusive
 from areal.system.network import Host
+from tests.expect import raises_code
 from tests.system.test_folder_delta import changes
 
 SIZE = 200_000
@@ -151,6 +153,14 @@ def flip(trainer: Trainer, local: Path) -> None:
     stored.write_bytes(content)
 
 
+def unreadable(trainer: Trainer, local: Path) -> None:
+    """The earlier version cannot be opened."""
+    (stored,) = local.glob("v000000-*/model")
+    stored.unlink()
+    stored.mkdir()
+    stored.with_name("COMPLETE").write_text('{"files": {}}')
+
+
 def wrong_difference(trainer: Trainer, local: Path) -> None:
     """The trainer offers the difference between two other versions."""
     trainer.deltas[0] = trainer.deltas[1]
@@ -171,6 +181,7 @@ def lost_difference(trainer: Trainer, local: Path) -> None:
     ("harm", "words"),
     [
         (flip, f"{SIZE} bytes were copied"),
+        (unreadable, "Is a directory"),
         (wrong_difference, f"{SIZE} bytes were copied"),
         (damaged_difference, "cannot be applied"),
         (lost_difference, "does not serve"),
@@ -203,11 +214,39 @@ def test_names_that_leave_the_folder_and_other_machines_are_not_followed(
     assert is_version(pulled, trainer, 2)
 
 
-def test_the_files_of_the_oldest_version_are_written_over(trainer: Trainer, puller: FolderPuller) -> None:
-    files: list[int] = []
-    for version in range(4):
-        pulled = puller.pull(trainer.urls[version], (), trainer.chain(0, version))
-        assert (pulled.problem, is_version(pulled, trainer, version)) == ("", True)
-        files.append((pulled.path / "model").stat().st_ino)
-    assert len(set(files[:2])) == 2
-    assert files[2:] == files[:2]
+def test_a_process_that_still_reads_a_version_gets_its_bytes_while_later_ones_are_made(
+    trainer: Trainer, puller: FolderPuller
+) -> None:
+    with (puller.pull(trainer.urls[0]).path / "model").open("rb") as reader:
+        for version in (1, 2, 3):
+            pulled = puller.pull(trainer.urls[version], (), trainer.chain(0, version))
+            assert (pulled.problem, is_version(pulled, trainer, version)) == ("", True)
+        assert reader.read() == (trainer.folder(0) / "model").read_bytes()
+
+
+def test_a_version_whose_removal_was_interrupted_pushes_out_no_complete_one(
+    trainer: Trainer, puller: FolderPuller
+) -> None:
+    """To remove a file makes its folder the newest one."""
+    for version in range(2):
+        root = puller.pull(trainer.urls[version], (), trainer.chain(0, version)).path.parent
+    (root / trainer.name(0) / "model").unlink()
+    puller.pull(trainer.urls[2], (), trainer.chain(0, 2))
+    assert {path.name for path in root.iterdir() if path.is_dir()} == {trainer.name(1), trainer.name(2)}
+
+
+def test_a_full_disk_of_the_server_is_no_wrong_difference(
+    trainer: Trainer, puller: FolderPuller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer would write whole weights for it, which do not fit either."""
+    puller.pull(trainer.urls[0])
+
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with raises_code("weights.pull_failed", os.strerror(errno.ENOSPC)):
+            puller.pull(trainer.urls[1], (), trainer.chain(0, 1))
+    pulled = puller.pull(trainer.urls[1], (), trainer.chain(0, 1))
+    assert (pulled.problem, is_version(pulled, trainer, 1)) == ("", True)

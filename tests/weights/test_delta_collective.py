@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from areal.api.data import WeightUpdate
+from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import ArealError
 from areal.inference.weight_update import ServedWeights
 from areal.weights import collective
@@ -180,3 +180,51 @@ def test_after_a_trainer_that_failed_while_it_took_weights_all_are_sent(
         with raises_code("weights.unexpected"):
             serve(setup.channel, 2)
     assert setup.update(2) == (0, True)
+
+
+class Reversed(FixedTrainer):
+    """Has the weights of its model in the opposite order."""
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return iter([*super().named_weights()][::-1])
+
+    def weight_specs(self) -> list[WeightSpec]:
+        return super().weight_specs()[::-1]
+
+
+@pytest.mark.parametrize("trainer", [FixedTrainer, Reversed])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_server_stores_weights_as_the_trainer_lists_them_that_sends_them(
+    trainer: type[FixedTrainer], dtype: torch.dtype
+) -> None:
+    """Two weights of one shape: with wrong places they would be exchanged."""
+
+    def square() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
+
+    model = square()
+    fleet = Fleet(model)
+    for version, engine in enumerate((FixedTrainer(square().to(torch.bfloat16)), trainer(square().to(dtype))), 1):
+        channel = DeltaCollectiveChannel(engine, FakeRanks(), fleet, bucket_bytes=0, backend="gloo", timeout_s=20.0)  # type: ignore[arg-type]
+        serve(channel, version)
+        channel.close()
+        assert_same(engine.model, model)
+    assert fleet.codes == []
+
+
+def test_a_server_that_leaves_while_it_copies_answers_with_an_error(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would say that it has all weights, of which it forgot some."""
+    receive = ServedWeights.receive_value
+
+    def left(served: ServedWeights, name: str, value: Tensor) -> None:
+        receive(served, name, value)
+        if served is setup.fleet.receivers["r0"] and served.group_name:
+            served.leave()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServedWeights, "receive_value", left)
+        serve(setup.channel, 1)
+    assert (setup.fleet.codes, setup.fleet.versions) == (["weights.transfer_failed"], {"r0": 0, "r1": 1})
+    assert setup.update(1) == (0, True)
