@@ -25,7 +25,7 @@ from areal.fleet.replica import NO_VERSION, PartChunk, PauseMode, Replica
 from areal.fleet.replica_set import CHECK_TIMEOUT_INTERVALS, Event, ReplicaSet, Slot, State, Weights, reported
 from areal.observe.log import get_logger
 from areal.system.durable import is_complete
-from areal.system.folders import PULLED_WEIGHTS
+from areal.system.folders import NEEDS_WHOLE, PULLED_WEIGHTS
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The rules of the weight canary: the probe, how its answers are compared, and the tolerance. Nothing here does I/O.
@@ -737,13 +737,14 @@ class WeightUpdater:
 
 
 def _check_failures(update: WeightUpdate, members: list[Slot], errors: list[ArealError], *, may_load: bool) -> None:
-    """WeightSyncError when all members failed. `may_load`: the servers that replace those that died can load the
-    folder, so only refusals count."""
+    """WeightSyncError when all members failed; its code tells whether one needs a whole folder. `may_load`: the servers
+    that replace those that died can load the folder, so only refusals count."""
     may_load = may_load and not any(isinstance(error, RequestError) for error in errors)
     if errors and len(errors) == len(members) and not may_load:
         reasons = "; ".join(dict.fromkeys(str(error) for error in errors))
         text = f"no replica installed version {update.version}: {reasons}"
-        raise WeightSyncError(text, code="fleet.update_failed")
+        needed = (error.code for error in errors if error.code in NEEDS_WHOLE)
+        raise WeightSyncError(text, code=next(needed, "fleet.update_failed"))
 
 
 def _has_received(task: asyncio.Task[None]) -> bool:
@@ -754,5 +755,5 @@ def _has_received(task: asyncio.Task[None]) -> bool:
 async def _is_missing(update: WeightUpdate, error: ArealError) -> bool:
     """Whether the folder of an update that failed does not exist any more."""
     if update.kind == "http":
-        return error.code in ("weights.not_served", "weights.bad_delta")
+        return error.code in NEEDS_WHOLE
     return isinstance(error, RequestError) and not await asyncio.to_thread(is_complete, Path(update.path))

@@ -187,6 +187,8 @@ def _sum_at(path: Path, block_bytes: int, start: int) -> int:
 
 PULLED_WEIGHTS = "/pulled_weights"
 """Path below which a server offers the folders that it has pulled, to servers that start later."""
+NEEDS_WHOLE = ("weights.not_served", "weights.bad_delta")
+"""Codes of errors of `FolderPuller.pull` after which the trainer must offer the version again, whole."""
 _START_S = 30.0
 KEPT = 2
 """Folders that stay: the newest, and the one before, which another server of this machine may still read."""

@@ -23,9 +23,10 @@ from areal.api.data import WeightUpdate
 from areal.api.engine import AdapterSource, Ranks, WeightChannel, WeightSource
 from areal.api.errors import WeightSyncError
 from areal.api.metrics import Metrics
+from areal.observe.log import get_logger
 from areal.system.durable import finish_interrupted_writes, install_folder, publish_folder, writing_folder
 from areal.system.folder_delta import Piece, write_delta
-from areal.system.folders import DELTA, DELTA_FILE, LIST, SHARED, FolderList, FolderServer, LocalFolder
+from areal.system.folders import DELTA, DELTA_FILE, LIST, NEEDS_WHOLE, SHARED, FolderList, FolderServer, LocalFolder
 from areal.system.network import Host, required_token, store_prefix
 from areal.weights.control import FleetControl, send_once, succeeded
 from areal.weights.weight_files import MAX_FILE_BYTES, write_weights
@@ -74,7 +75,7 @@ class FolderChannel(WeightChannel):
         self._update = self._version = None
         if update is not None:
             try:
-                self._control.publish(update)
+                self._serve(update)
             except Exception as failure:  # noqa: BLE001 - the other ranks must be notified before it is raised
                 error = failure
         if version is not None:
@@ -82,6 +83,9 @@ class FolderChannel(WeightChannel):
         if update is not None:
             with contextlib.suppress(OSError):  # what stays is removed after the next version
                 self._prune(update.version)
+
+    def _serve(self, update: WeightUpdate) -> None:
+        self._control.publish(update)
 
     def _store(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> WeightUpdate:
         finish_interrupted_writes(self._folder)
@@ -149,6 +153,8 @@ class DiskChannel(FolderChannel):
         for version, path in versions.items():
             if version not in kept:
                 shutil.rmtree(path, ignore_errors=True)
+        for path in itertools.chain(self._folder.glob("v*-*"), self._folder.glob(f"{DELTA}v*-*")):
+            shutil.rmtree(path, ignore_errors=True)  # the run used `DiskDeltaChannel` before
 
 
 class HttpChannel(DiskChannel):
@@ -232,8 +238,12 @@ class DeltaChannel(DiskChannel):
             self._sent = float(size if deltas else full), float(full)
             is_whole |= self._limit(deltas, full)
             self._deltas = deltas
-        url = self._offer_version(folder, listed, image, is_whole=is_whole)
+        update = self._offer_all(version, listed, image, is_whole=is_whole)
         self._image, self._last = image, (version, name)
+        return update
+
+    def _offer_all(self, version: int, listed: FolderList, image: WeightImage, *, is_whole: bool) -> WeightUpdate:
+        url = self._offer_version(self._folder / self._name(version), listed, image, is_whole=is_whole)
         deltas = {base: url for base, (url, _) in self._deltas.items()}
         return WeightUpdate(version=version, kind="http", path=url, deltas=deltas)
 
@@ -286,20 +296,31 @@ class DiskDeltaChannel(DeltaChannel):
     _whole = ""
     """The last version that was written whole."""
 
+    def _serve(self, update: WeightUpdate) -> None:
+        try:
+            super()._serve(update)
+        except WeightSyncError as error:
+            if error.code not in NEEDS_WHOLE or self._image is None or self._whole == self._last[1]:
+                raise
+            get_logger(__name__).warning("version %d is written whole: %s", update.version, error)
+            super()._serve(self._offer_all(update.version, self._image.seal(), self._image, is_whole=True))
+
     def _offer(self, difference: Path) -> str:
         return self._install(difference, FolderList.of(difference))
 
     def _offer_version(self, folder: Path, listed: FolderList, image: WeightImage, *, is_whole: bool) -> str:
-        writing = writing_folder(folder, "listed")
+        writing, name = writing_folder(folder, "listed"), listed.name(folder.name)
         shutil.rmtree(writing, ignore_errors=True)
         if is_whole:
             image.write(listed, writing)
-            self._whole = listed.name(folder.name)
+            self._whole = name  # servers with the version before take one difference, others the whole version
+            self._deltas = dict(list(self._deltas.items())[-1:])
         else:
             writing.mkdir()
         url = self._install(writing, listed, folder.name)
-        used = {listed.name(folder.name), *self._deltas, *(Path(url).name for url, _ in self._deltas.values())}
-        self._used = self._used[1], frozenset(used)
+        used = {name, self._whole, *(Path(url).name for url, _ in self._deltas.values())}
+        before, last = self._used
+        self._used = before if name == self._last[1] else last, frozenset(used)
         return url
 
     def _install(self, filled: Path, listed: FolderList, prefix: str = "") -> str:
@@ -312,11 +333,7 @@ class DiskDeltaChannel(DeltaChannel):
     def _limit(self, deltas: dict[str, tuple[str, int]], full: int) -> bool:
         bases = list(deltas)
         needed = bases[bases.index(self._whole) :] if self._whole in deltas else []
-        if sum(deltas[base][1] for base in needed) < full:
-            return False
-        for base in bases[:-1]:  # servers with the version before take one difference, others the whole version
-            del deltas[base]
-        return True
+        return sum(deltas[base][1] for base in needed) >= full
 
     def _prune(self, current: int) -> None:
         for path in itertools.chain(self._folder.glob("v*"), self._folder.glob(f"{DELTA}v*")):

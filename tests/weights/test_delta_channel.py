@@ -18,7 +18,7 @@ from areal.system.folder_delta import write_delta
 from areal.system.folders import FolderPuller
 from areal.system.network import TOKEN_VARIABLE, Host
 from areal.weights import disk
-from areal.weights.disk import DeltaChannel, DiskDeltaChannel, HttpDeltaChannel
+from areal.weights.disk import DeltaChannel, DiskChannel, DiskDeltaChannel, HttpDeltaChannel
 from areal.weights.weight_files import checksum_of
 from tests.expect import raises_code, serve
 from tests.fake_ranks import FakeRanks
@@ -323,7 +323,9 @@ def test_servers_that_join_change_the_last_whole_version_on_the_shared_disk(setu
 
 
 @over_disk
-def test_a_lost_or_wrong_difference_on_the_shared_disk_makes_the_trainer_write_whole_weights(setup: Setup) -> None:
+def test_without_a_right_difference_on_the_shared_disk_a_server_takes_whole_weights_when_published_again(
+    setup: Setup,
+) -> None:
     setup.update(1)
     for version in (2, 3):
         setup.machines.away = {0}
@@ -374,3 +376,27 @@ def test_folders_of_the_last_two_versions_stay_on_the_shared_disk(setup: Setup) 
     left = sorted(path.name.partition("-")[0] for path in setup.channel._folder.iterdir())
     assert left == ["delta_v000051", "delta_v000052", "v000050", "v000051", "v000052"]
     assert not old.exists(), "of an earlier process"
+
+
+@over_disk
+def test_versions_that_are_published_again_do_not_fill_the_shared_disk(setup: Setup) -> None:
+    """Each is written whole."""
+    setup.update(1)
+    for version in range(2, 8):
+        step(setup.engine.model, share=0.6)
+        assert setup.update(version) == [f"delta_v{version:06d}"]
+        assert setup.update(version) == []
+    left = sorted(path.name.partition("-")[0] for path in setup.channel._folder.iterdir())
+    assert left == ["delta_v000006", "delta_v000007", "v000006", "v000007"]
+
+
+@over_disk
+def test_a_run_that_sends_whole_versions_after_differences_removes_those(setup: Setup) -> None:
+    for version in (1, 2, 3):
+        setup.update(version)
+        step(setup.engine.model)
+    setup.machines.all = []
+    channel = DiskChannel(setup.engine, FakeRanks(), setup.machines, setup.channel._folder)
+    for version in (4, 5):
+        serve(channel, version)
+    assert sorted(path.name for path in setup.channel._folder.iterdir()) == ["v000004", "v000005"]
