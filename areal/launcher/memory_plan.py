@@ -260,12 +260,15 @@ def _accumulates(config: BaseExperimentConfig, tokens: int) -> bool:
     return tokens * config.actor.ppo_n_minibatches < per_rank
 
 
-def published_bytes(config: BaseExperimentConfig) -> int:
-    """Host memory of rank 0 for the weights that were published last (actor.weight_update_mode=delta...)."""
+def published_bytes(config: BaseExperimentConfig) -> tuple[int, int]:
+    """Host memory for the weights that were published last (actor.weight_update_mode=delta...): of rank 0, and of a
+    server on a GPU."""
     if not isinstance(config, PPOConfig) or not config.actor.sends_deltas:
-        return 0
+        return 0, 0
     shape = ModelShape.read(config.actor.path)
-    return 0 if shape is None else shape.parameters * (2 if config.actor.dtype == "bfloat16" else 4)
+    size = 0 if shape is None else shape.parameters * (2 if config.actor.dtype == "bfloat16" else 4)
+    # Rank 0 packs differences for a collective in memory: in all at most as large as the weights.
+    return (2 * size, size) if config.actor.weight_update_mode == "delta_xccl" else (size, 0)
 
 
 def memory_texts(config: BaseExperimentConfig, plan: LaunchPlan) -> dict[str, str]:
@@ -285,7 +288,7 @@ def memory_texts(config: BaseExperimentConfig, plan: LaunchPlan) -> dict[str, st
             each = f"{size} for 1,000 tokens of a micro-batch (at most {tokens:,}{once})"
             texts[process.name] = f"about {_gib(held)} in all and {each}"
     rank_0 = next((process.name for process in plan.processes if process.role == "trainer"), "")
-    if published := published_bytes(config):
+    if published := published_bytes(config)[0]:
         text = f"{_gib(published)} of host memory for the weights published last (delta)"
         texts[rank_0] = f"{texts[rank_0]}, {text}" if rank_0 in texts else text
     return texts
@@ -322,8 +325,13 @@ def memory_problems(
         text = f"checkpoints need {_gib(copied)} of host memory"
         text += f" besides the {_gib(needed)} of weights, gradients and optimiser" if needed else ""
         yield f"recover.async_save: {text}, {has}: set it to false"
-    if needed <= host_bytes < needed + (published := published_bytes(config)):
-        text = f"rank 0 keeps {_gib(published)} of published weights in host memory"
+    published, of_server = published_bytes(config)
+    published += of_server * sum(
+        process.role == "server" and bool(process.gpus) and process.host == ranks[0].host for process in plan.processes
+    )
+    if needed <= host_bytes < needed + published:
+        who = "rank 0 and the servers beside it keep" if of_server else "rank 0 keeps"
+        text = f"{who} {_gib(published)} of published weights in host memory"
         text += f" besides the {_gib(needed)} of weights, gradients and optimiser" if needed else ""
         yield f"actor.weight_update_mode: with delta {text}, {has}: use a mode without delta"
     if on_gpu and card_bytes is not None and memory.peak > card_bytes * CARD_SHARE:

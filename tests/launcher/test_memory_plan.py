@@ -199,9 +199,10 @@ def test_a_model_that_does_not_fit_is_refused_with_the_option_to_change(seven_bi
     assert host.startswith("allocation_mode: ")
     assert problems_of(seven_billion, Machine(cores=64)) == []
     assert problems_of("org/model", eight) == [], "a model that is not on this machine"
-    delta = checkpointed | {"weight_update_mode": "delta"}
-    for machine, host_gib, count in ((Machine(cores=64), 120, 1), (eight, 14, 1), (eight, 15, 0)):
-        problems = problems_of(seven_billion, machine, host_gib=host_gib, **delta)
+    cases = [("delta", Machine(cores=64), 120, 1), ("delta", eight, 14, 1), ("delta", eight, 15, 0)]
+    cases += [("delta_xccl", eight, 141, 1), ("delta_xccl", eight, 142, 0)]  # ten times 14.19 GiB
+    for mode, machine, host_gib, count in cases:
+        problems = problems_of(seven_billion, machine, host_gib=host_gib, **checkpointed, weight_update_mode=mode)
         assert sum(text.startswith("actor.weight_update_mode: with delta rank 0") for text in problems) == count
     for machine, host_gib in ((Machine(cores=64), 160), (eight, 64)):
         [copies] = problems_of(seven_billion, machine, host_gib=host_gib, **checkpointed)
@@ -231,6 +232,8 @@ def test_a_plan_says_what_processes_need_in_all(tmp_path):
     assert memory_texts(whole, plan)["trainer-0"].endswith(
         ", 0.5 GiB of host memory for the weights published last (delta)"
     ), "134.5 million numbers of four bytes, on rank 0 alone"
+    whole = replace(config, actor=replace(actor, lora=None, weight_update_mode="delta_xccl"))
+    assert ", 1.0 GiB of host memory" in memory_texts(whole, plan)["trainer-0"]
     assert memory_texts(replace(config, actor=replace(actor, path="org/model")), plan).keys() == {"server-0"}
 
 
