@@ -276,6 +276,9 @@ def check_shape(request: TrainerRequest, shape: RunShape) -> None:
         case PublishRequest():
             if request.update.kind in ("disk", "adapter"):
                 _require_inside(request.update.path, shape.folder)
+            for address in (request.update.path, *request.update.deltas.values()):
+                if address.startswith("file://"):
+                    _require_inside(address.removeprefix("file://"), shape.folder)
         case _:
             pass
 

@@ -147,12 +147,17 @@ def test_a_refused_request_changes_nothing_and_the_run_completes(moment, tmp_pat
     attacked()
 
 
+SHARED = {"version": 1, "kind": "http", "path": f"file://{RUN.weights / 'v1'}"}
 REFUSED = [
     ("attached", "/publish", {"update": {"version": -1, "kind": "disk", "path": str(RUN.weights / "v")}}, 400),
     ("attached", "/publish", {"update": {"version": 1.5, "kind": "disk", "path": str(RUN.weights / "v")}}, 400),
     ("attached", "/publish", {"update": {"version": 0, "kind": "disk", "path": str(RUN.weights / "v")}}, 409),
     ("attached", "/publish", {"update": {"version": 3, "kind": "disk", "path": str(RUN.weights / "v")}}, 412),
     ("attached", "/publish", {"update": {"version": 1, "kind": "disk", "path": "/etc"}}, 400),
+    ("attached", "/publish", {"update": {"version": 1, "kind": "http", "path": "file:///etc/v1"}}, 400),
+    ("attached", "/publish", {"update": {**SHARED, "path": "file:///etc/v1"}}, 400),
+    ("attached", "/publish", {"update": {**SHARED, "deltas": {"v0": "file:///etc/delta_v1"}}}, 400),
+    ("attached", "/publish", {"update": {**SHARED, "version": 3}}, 412),
     ("attached", "/attach", {"step": 0, "version": 0}, 409),
     ("attached", "/attach", {"step": 1, "version": 1, "rank": 7}, 400),
     ("attached", "/attach", {"step": 1, "version": 1, "dp_size": 2}, 400),
