@@ -114,14 +114,15 @@ ALARM_RULES: tuple[AlarmRule, ...] = (
     ),
     AlarmRule(
         code="alarm.failed_deltas",
-        value="`rollout/failed_deltas`: weight updates of a server whose differences made other weights than the "
-        "trainer's, or could not be copied or applied",
+        value="`rollout/failed_deltas`: weight updates of a server for which whole weights were needed, because the "
+        "differences failed",
         side="above",
         limit=0,
         steps=1,
-        meaning="servers copied whole weights, because differences of weights failed on them; their weights are right",
-        causes="a damaged or full disk of a server; programs that change files below TMPDIR; a trainer that restarted",
-        look_at="the warnings in logs/controller.log, which name the server; the disk of its machine",
+        meaning="differences of weights failed on servers, which need whole weights; those that they use are right",
+        causes="a damaged or full disk, of a server (files below TMPDIR) or shared (delta_disk); programs that change "
+        "its files; damaged memory (delta_xccl); a trainer that restarted",
+        look_at="the warnings in logs/controller.log, which name the server; the disk of its machine, the shared disk",
     ),
     AlarmRule(
         code="alarm.failed_episodes",

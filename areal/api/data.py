@@ -316,6 +316,7 @@ class WeightUpdate:
 
     version: int
     kind: Literal["disk", "collective", "http", "adapter"]
+    """http: the servers copy a folder to their machines, over HTTP or from a shared disk (delta_disk)."""
     path: str = ""
     """disk: the complete checkpoint folder of this version. http: the address where trainer rank 0 serves it, or
     file://PATH on a disk that it shares with the servers; it ends with the checksum of the folder. adapter: the folder

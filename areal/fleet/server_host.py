@@ -413,7 +413,7 @@ class HostOptions:
     ready_limit_s: float = LauncherConfig().ready_timeout_s
     """Time limit for the other parts to find part 0."""
     pulls_weights: bool = False
-    """The weights come over HTTP, so the server has a gateway on loopback too."""
+    """The host copies the weights of each version, so the server has a gateway on loopback too."""
 
 
 def parse_options(argv: Sequence[str]) -> HostOptions:

@@ -57,7 +57,7 @@ rollout/produced_tokens: tokens: Tokens that all servers generated, for training
 rollout/generated_tokens_per_s: tokens/s: Tokens that all servers generated, for training and evaluation.
 rollout/replica_tokens_per_s/REPLICA: tokens/s: Mean speed of one answer of a replica.
 rollout/pulled_bytes: bytes: Of weights, that all servers copied (weight_update_mode http, delta and delta_disk).
-rollout/failed_deltas: updates: Updates of a server that copied whole weights because of a wrong or lost difference.
+rollout/failed_deltas: updates: Updates of a server for which whole weights were needed, because the differences failed.
 
 # The train batch, as the rollout controller made it
 rollout/num_trajectories: sequences: Trajectories.

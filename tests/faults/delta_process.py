@@ -192,7 +192,8 @@ def serve(seed: int) -> None:
         try:
             pulled = puller.pull(command["url"], (), command["deltas"])
         except RequestError as error:
-            print(json.dumps({"error": error.code, "num_operations": operations.count}), flush=True)  # noqa: T201
+            answer = {"error": error.code, "message": str(error), "num_operations": operations.count}
+            print(json.dumps(answer), flush=True)  # noqa: T201
             continue
         served.receive_folder(pulled.path)
         served.check_complete("")

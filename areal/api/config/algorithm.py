@@ -513,7 +513,7 @@ class PPOActorConfig(
     weight_update_mode: str = choice(
         "auto", "auto", "xccl", "disk", "http", "delta", "delta_disk", "delta_xccl", relevant=_WHOLE | _BY_DISK
     )
-    """How weights reach servers: xccl = collective, disk, http, auto = xccl or disk; delta (http) ... = differences."""
+    """xccl = collective, disk, http, auto = xccl or disk; differences: delta (http), delta_disk, delta_xccl."""
     weight_chunked_mem_mb: int = number(1024, low=1, relevant=_WHOLE & when("weight_update_mode", "auto", "xccl"))
     """Maximum size of one weight broadcast, in MiB."""
 
