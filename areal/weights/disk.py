@@ -57,12 +57,9 @@ class FolderChannel(WeightChannel):
 
     def publish(self, version: int) -> str:
         def send(weights: Iterator[tuple[str, Tensor]]) -> None:
-            try:
+            with self._writes(version):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._update = self._store(version, weights)
-            except OSError as error:
-                message = f"version {version} could not be written to {self._folder}: {error}"
-                raise WeightSyncError(message, code="weights.not_written") from error
             self._control.start_update(self._update)
 
         self._update = self._version = None
@@ -86,6 +83,14 @@ class FolderChannel(WeightChannel):
 
     def _serve(self, update: WeightUpdate) -> None:
         self._control.publish(update)
+
+    @contextlib.contextmanager
+    def _writes(self, version: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            message = f"version {version} could not be written to {self._folder}: {error}"
+            raise WeightSyncError(message, code="weights.not_written") from error
 
     def _store(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> WeightUpdate:
         finish_interrupted_writes(self._folder)
@@ -303,7 +308,9 @@ class DiskDeltaChannel(DeltaChannel):
             if error.code not in NEEDS_WHOLE or self._image is None or self._whole == self._last[1]:
                 raise
             get_logger(__name__).warning("version %d is written whole: %s", update.version, error)
-            super()._serve(self._offer_all(update.version, self._image.seal(), self._image, is_whole=True))
+            with self._writes(update.version):
+                update = self._offer_all(update.version, self._image.seal(), self._image, is_whole=True)
+            super()._serve(update)
 
     def _offer(self, difference: Path) -> str:
         return self._install(difference, FolderList.of(difference))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from areal.api.data import WeightUpdate
 from areal.api.engine import WeightChannel
+from areal.api.errors import RequestError, WeightSyncError
 from areal.inference.weight_update import ServedWeights
 from areal.system.folder_delta import write_delta
 from areal.system.folders import FolderPuller
@@ -87,7 +88,10 @@ class Machines:
     def publish(self, update: WeightUpdate) -> None:
         for index, machine in enumerate(self.all):
             if index not in self.away:
-                machine.take(update)
+                try:
+                    machine.take(update)
+                except RequestError as error:  # as the controller answers when all fail
+                    raise WeightSyncError(str(error), code=error.code) from error
 
 
 @dataclass
@@ -343,6 +347,22 @@ def test_without_a_right_difference_on_the_shared_disk_a_server_takes_whole_weig
         assert setup.update(version) == ["whole"]
     step(setup.engine.model)
     assert setup.update(4) == ["delta_v000004"]
+
+
+@over_disk
+def test_whole_weights_for_a_server_with_a_damaged_copy_that_cannot_be_written_are_an_error(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup.update(1)
+    copy = next(setup.machines.all[0].folder.rglob("v000001*/model.safetensors"))
+    content = copy.read_bytes()
+    copy.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    step(setup.engine.model)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.WeightImage, "write", lambda *args: copy.parent.read_bytes())
+        with raises_code("weights.not_written", "version 2"):
+            setup.update(2)
+    assert setup.update(2) == ["delta_v000002", "whole"]
 
 
 @over_disk
