@@ -10,8 +10,9 @@ import hashlib
 import math
 import random
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
@@ -476,7 +477,14 @@ class WeightUpdater:
                 if differs and not self._replicas.serving:  # only the trainer can send the weights a second time
                     text = f"no replica serves version {update.version}: {self._replicas.describe()}"
                     raise WeightSyncError(text, code="fleet.update_failed")
-                await self._wait_until_served(update)
+                # When all replicas died during the update, those that are restarted can still load a folder.
+                lateness = self._replicas.lateness
+                deadline_s = lateness.now_s + self._config.weight_update_timeout_s
+                while not self._replicas.serving:
+                    if lateness.now_s >= deadline_s:
+                        text = f"no replica installed version {update.version}: {self._replicas.describe()}"
+                        raise WeightSyncError(text, code="fleet.update_failed")
+                    await self._replicas.wait_for_change(deadline_s - lateness.now_s)
             except WeightSyncError:
                 self._set_target(*before)  # no token of the version exists, and none may after this error
                 raise
@@ -563,20 +571,17 @@ class WeightUpdater:
         if update.kind == "collective" and any(slot.replica is None for slot in slots):
             text = f"version {update.version} lost a replica: {self._replicas.describe()}"
             raise WeightSyncError(text, code="fleet.replica_lost")
-        calls = [self._update_one(slot, update, rank=rank) for slot, rank in self._with_ranks(slots, update)]
-        errors = await self._together(slots, calls, update)
+        errors = await self._together(slots, partial(self._update_one, update=update), update)
         return [error for error in errors if error is not None]
 
-    def _with_ranks(self, slots: list[Slot], update: WeightUpdate) -> list[tuple[Slot, int]]:
-        """The slots with their first rank in the update group."""
-        ranks = {name: 1 + index * update.ranks_per_replica for index, name in enumerate(update.replicas)}
-        return [(slot, ranks.get(slot.incarnation, 0)) for slot in slots]
-
     async def _together(
-        self, slots: list[Slot], calls: Sequence[Coroutine[Any, Any, None]], update: WeightUpdate
+        self, slots: list[Slot], call: Callable[..., Coroutine[Any, Any, None]], update: WeightUpdate
     ) -> list[ArealError | None]:
-        """Run one call for each replica at the same time. The error of each, in order."""
-        tasks = [asyncio.create_task(call, name=f"update {slot.name}") for slot, call in zip(slots, calls, strict=True)]
+        """Run `call(slot, rank=...)`, with its first rank in the update group, for each replica at the same time. The
+        error of each, in order."""
+        ranks = {name: 1 + index * update.ranks_per_replica for index, name in enumerate(update.replicas)}
+        calls = [call(slot, rank=ranks.get(slot.incarnation, 0)) for slot in slots]
+        tasks = [asyncio.create_task(one, name=f"update {slot.name}") for slot, one in zip(slots, calls, strict=True)]
         if not tasks:
             return []
         try:
@@ -635,20 +640,9 @@ class WeightUpdater:
                 text = f"{slot.name}: no weights after {self._config.weight_update_timeout_s:g} s"
                 raise ServerUnavailable(text, code="fleet.update_failed") from error
 
-        calls = [prepare(slot, rank) for slot, rank in self._with_ranks(members, update)]
-        errors = await self._together(members, calls, update)
+        errors = await self._together(members, prepare, update)
         ready = [slot for slot, error in zip(members, errors, strict=True) if error is None]
         return ready, [error for error in errors if error is not None]
-
-    async def _wait_until_served(self, update: WeightUpdate) -> None:
-        """When all replicas died during the update, those that are restarted can still load a folder."""
-        lateness = self._replicas.lateness
-        deadline_s = lateness.now_s + self._config.weight_update_timeout_s
-        while not self._replicas.serving:
-            if lateness.now_s >= deadline_s:
-                text = f"no replica installed version {update.version}: {self._replicas.describe()}"
-                raise WeightSyncError(text, code="fleet.update_failed")
-            await self._replicas.wait_for_change(deadline_s - lateness.now_s)
 
     async def _update_one(self, slot: Slot, update: WeightUpdate, *, rank: int) -> None:
         """Give one replica the weights of an update. On failure it is stale or absent, and the error is raised."""
