@@ -603,7 +603,8 @@ class WeightUpdater:
 
     async def _leave_broken_group(self, slots: list[Slot], tasks: list[asyncio.Task[None]]) -> None:
         """Wait until all tasks are done. When one fails, the others end their wait for it; one that does not is
-        disconnected and connected again at once. For one with wrong differences none waits: it received all."""
+        disconnected and connected again at once. One with wrong differences has received all broadcasts: no
+        other one waits for it."""
         done, pending = set[asyncio.Task[None]](), set(tasks)
         while pending and all(_has_received(task) for task in done):
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)

@@ -263,7 +263,7 @@ class ServedWeights:
 
     @contextmanager
     def _joined(self) -> Iterator[UpdateGroup]:
-        """The group, which is left after an error inside, also when `leave` was called meanwhile: values are lost."""
+        """The group, which is left after an error in the block. If `leave` was called meanwhile, that is an error."""
         if (group := self._group) is None:
             message = "this server is in no update group: call /init_weights_update_group first"
             raise RequestError(message, code="weights.no_group")

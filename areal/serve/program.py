@@ -28,7 +28,7 @@ from areal.trainer.process_setup import join_run
 
 _CLEAN_S = 60.0
 _VERSIONS = 2**31 - 1
-"""Servers may still have a checkpoint of an earlier gateway, under a version below this one: it is loaded anew."""
+"""Versions of an earlier gateway are lower, and count as abandoned, so that servers load its checkpoints again."""
 SETTINGS, KEYS = "settings.json", "keys.json"
 """In the folder of the service: the options of `areal serve`, and the API keys of its users."""
 
