@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-MIN_SHARED = 8
+MIN_SHARED = 4
 """Tokens that rows must have in common to share them."""
 
 
@@ -24,6 +24,16 @@ class SortedRows:
         """Tokens of the tree, in which a token that rows share is one."""
         return int(self.lengths.sum() - self.shared.sum())
 
+    def among(self, rows: Sequence[int]) -> "SortedRows":
+        """Those of some rows, which get the numbers of their places in `rows`."""
+        number = np.full(len(self.lengths), -1)
+        number[rows] = np.arange(len(rows))
+        kept = np.flatnonzero(number[self.order] >= 0)
+        shared = np.zeros(len(kept), dtype=np.int64)
+        if len(kept) > 1:
+            shared[1:] = np.minimum.reduceat(self.shared[: kept[-1] + 1], kept[:-1] + 1)
+        return SortedRows(self.lengths[rows], number[self.order[kept]], shared)
+
     def parts(self, max_tokens: int, min_parts: int = 1, divisor: int = 1) -> list[list[int]]:
         """Neighbours in the order as lists of at most `max_tokens` tree tokens (one row may have more).
 
@@ -31,6 +41,8 @@ class SortedRows:
         be empty. The largest list is as small as their number allows.
         """
         count = -(-max(len(self._filled(max_tokens)), min_parts) // divisor) * divisor
+        if count == 1:
+            return [sorted(self.order.tolist())]
         low, high = min(self.tree_tokens // count, max_tokens), max_tokens
         while low < high:
             middle = (low + high) // 2
@@ -104,7 +116,7 @@ def prefix_tree(rows: SortedRows, bounds: np.ndarray) -> PrefixTree:
     is_leaf = np.append(shared[1:] < lengths[:-1], True)  # others are the beginning of the next one
     leaves = np.flatnonzero(is_leaf)
     previous = np.concatenate([[-1], leaves[:-1]])
-    own = np.array([shared[first + 1 : leaf + 1].min() for first, leaf in zip(previous, leaves, strict=True)])
+    own = np.minimum.reduceat(shared, previous + 1)
     tops = [*np.flatnonzero(own == 0).tolist(), len(leaves)]
     branches: list[Branch] = []
     paths: dict[int, np.ndarray] = {}
@@ -123,13 +135,18 @@ def _grow(
     branches: list[Branch], paths: dict[int, np.ndarray], rows: np.ndarray, lengths: np.ndarray, shared: np.ndarray
 ) -> None:
     """Append the branches of one tree. `rows`: its leaves, sorted; `shared`: with the one before; `paths`: of all."""
+    first = branches[-1].first + branches[-1].size if branches else 0
+    if len(rows) == 1:
+        row, size = int(rows[0]), int(lengths[0])
+        paths[row] = np.arange(first, first + size)
+        branches.append(Branch(row, 0, -1, first, size))
+        return
     parents, begins = _parents(lengths, shared)
     children: dict[int, list[int]] = {}
     for leaf in sorted(range(len(rows)), key=lambda leaf: (begins[leaf], -leaf)):
         children.setdefault(parents[leaf], []).append(leaf)
     numbers: dict[int, int] = {}
     waiting = children[-1]
-    first = branches[-1].first + branches[-1].size if branches else 0
     while waiting:
         leaf = waiting.pop()  # the last to leave its parent
         begin, size, row = begins[leaf], int(lengths[leaf]) - begins[leaf], int(rows[leaf])

@@ -50,6 +50,7 @@ from areal.engine.hf_model import (
 )
 from areal.engine.linear_logprobs import require_liger
 from areal.engine.lora import Adapters, frozen_experts
+from areal.data.prefix_tree import SortedRows
 from areal.engine.mesh import TrainerMesh, copy_part, whole_tensor
 from areal.engine.micro_batch import (
     ModelInput,
@@ -252,11 +253,11 @@ class FSDPEngine:
         self._model.eval()
         whole: list[Tensor] = []
         with torch.no_grad(), self._in_compute_type():
-            plan, as_tree = self._plan(batch)
+            plan, rows = self._plan(batch)
             for indices in plan:
                 positions = torch.zeros(0, dtype=torch.int64)
                 if indices:
-                    micro, inputs = self._micro_batch(batch, indices, as_tree=as_tree)
+                    micro, inputs = self._micro_batch(batch, indices, rows=rows)
                     positions, _ = token_positions(batch.cu_seqlens, micro.source_index)
                 else:
                     micro, inputs = None, dummy_input(batch, self._mesh.device)
@@ -281,7 +282,7 @@ class FSDPEngine:
             batch.column(CANDIDATE_IDS)  # those that forward returned
         self._model.train()
         scale = self.dp_size * self._mesh.context.size / denominator  # FSDP averages over data and context ranks
-        plan, as_tree = self._plan(batch)
+        plan, rows = self._plan(batch)
         metrics: Metrics = {"tree_ratio": Metric(0.0, 0.0)} if self._as_trees else {}
         num_tokens = 0.0
         if self._routing is not None and self._routing.has_loss:
@@ -296,7 +297,7 @@ class FSDPEngine:
                     values, balance = self._routed_pass(inputs, num_tokens, is_dummy=True)
                     (values[0].sum() * 0.0 + balance).backward()
                     continue
-                micro, inputs = self._micro_batch(batch, indices, as_tree=as_tree)
+                micro, inputs = self._micro_batch(batch, indices, rows=rows)
                 values, balance = self._routed_pass(self._with_images(inputs, micro), num_tokens)
                 result = loss_fn(self._model.as_outputs(values), micro)
                 (result.loss * scale + balance).backward()
@@ -443,8 +444,8 @@ class FSDPEngine:
     def reset_optimizer(self) -> None:
         self.optimizer.clear_state()
 
-    def _plan(self, batch: TrainBatch) -> tuple[list[list[int]], bool]:
-        """Micro-batches of this rank, the same number on every rank, and whether they are computed as trees.
+    def _plan(self, batch: TrainBatch) -> tuple[list[list[int]], SortedRows | None]:
+        """Micro-batches of this rank, the same number on every rank, and its rows if they are computed as trees.
 
         Raises InputError on every rank when any rank holds a token id outside the vocabulary.
         """
@@ -460,7 +461,7 @@ class FSDPEngine:
         reduce_max = checked_ids(batch, vocab_size, all_max, with_candidates=self._model.spec.candidates is not None)
         patches = () if self._vision is None else self._vision.num_patches(batch)
         rows = rows_that_share(batch) if self._as_trees and batch.num_sequences > 1 else None
-        return plan_micro_batches(batch.sequence_lengths, self._mb_spec, reduce_max, patches, rows), rows is not None
+        return plan_micro_batches(batch.sequence_lengths, self._mb_spec, reduce_max, patches, rows), rows
 
     @torch.no_grad()
     def _copy(self, weights: Iterable[tuple[str, Tensor]], targets: dict[str, _Target], source: str) -> None:

@@ -38,12 +38,13 @@ def rows_that_share(batch: TrainBatch) -> SortedRows | None:
 
     Tokens are equal when all that the model reads of them, and of all before them, is equal.
     """
-    rows = _sorted_rows(batch)
+    rows = rows_of(batch)
     saved, calls = int(rows.shared.sum()), len(np.unique(rows.shared)) - 1
     return rows if saved and saved >= max(MIN_SAVED * batch.num_tokens, SAVED_PER_CALL * calls) else None
 
 
-def _sorted_rows(batch: TrainBatch) -> SortedRows:
+def rows_of(batch: TrainBatch) -> SortedRows:
+    """The rows of a batch in the order of their tree."""
     bounds = batch.cu_seqlens.numpy()
     keys = batch.input_ids.numpy().astype(np.uint32)
     columns = [batch.columns[ROUTED_EXPERTS].numpy()] if ROUTED_EXPERTS in batch.columns else []
@@ -72,10 +73,9 @@ class TreeRow:
     layout: TreeLayout
 
 
-def tree_row(batch: TrainBatch, device: torch.device, *, keeps_last: bool) -> TreeRow:
+def tree_row(ordered: SortedRows, bounds: np.ndarray, device: torch.device, *, keeps_last: bool) -> TreeRow:
     """`keeps_last`: the last token of each sequence is computed too, though no other attends to it."""
-    bounds = batch.cu_seqlens.long().numpy()
-    tree = prefix_tree(_sorted_rows(batch), bounds)
+    tree = prefix_tree(ordered, bounds)
     ends = np.array([branch.first + branch.size - 1 for branch in tree.branches])
     computed = np.ones(len(tree.source), dtype=bool)
     computed[ends] = keeps_last or len(ends) == len(computed)
@@ -99,7 +99,7 @@ def tree_row(batch: TrainBatch, device: torch.device, *, keeps_last: bool) -> Tr
     arrays = {"source": tree.source[computed], "heads": heads, "of_token": of_token, "rows": rows, "counts": counts}
     return TreeRow(
         **{name: torch.from_numpy(values).to(device) for name, values in arrays.items()},
-        layout=tree_layout(tree, computed, bounds[:-1], device),
+        layout=tree_layout(tree, computed, bounds, device),
     )
 
 
@@ -206,17 +206,20 @@ def make_micro_batch(
     indices: list[int],
     device: torch.device,
     *,
-    as_tree: bool = False,
+    rows: SortedRows | None = None,
     keeps_last: bool = True,
 ) -> tuple[MicroBatch, ModelInput]:
     """The sequences `indices` on `device`, sorted by length: neighbours of equal length share attention calls.
 
-    `as_tree`: tokens that they share are computed once. `keeps_last`: the last token of each sequence is computed too.
+    `rows`: of the batch; tokens that the sequences share are computed once. `keeps_last`: the last token of each
+    sequence is computed too.
     """
     lengths = batch.sequence_lengths
     order = sorted(indices, key=lambda i: (lengths[i], i))
     chosen = batch if order == list(range(len(lengths))) else take(batch, order)
-    tree = tree_row(chosen, device, keeps_last=keeps_last) if as_tree else None
+    tree = None
+    if rows is not None:
+        tree = tree_row(rows.among(order), chosen.cu_seqlens.long().numpy(), device, keeps_last=keeps_last)
     chosen = _to_device(chosen, device)
     sizes = [lengths[i] for i in order]
     model_input = replace(

@@ -1,14 +1,16 @@
 """Attention over a prefix tree: a token attends to itself and to those before it in its rows, which are its ancestors.
 
 The tokens are in depth-first order (`areal.data.prefix_tree`), so the tokens that have a token before them follow it.
-On the CPU each branch attends to itself, and then all branches that leave another at one place to what is before it,
-in one call; sums of exponentials of the parts give the whole (as in FlashAttention, arXiv 2205.14135, section 3.1).
+On the CPU small subtrees, and the other branches, each attend to themselves; then all branches that leave another
+at one place attend to what is before it, in one call; sums of exponentials of the parts give the whole (as in
+FlashAttention, arXiv 2205.14135, section 3.1).
 """
 
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from areal.data.prefix_tree import PrefixTree
 
 PADDED = 1.5
 """The largest ratio of padded to real tokens in a call for several branches."""
+SMALL = 64
+"""The largest number of tokens of a subtree that attends to itself in one call, with a mask."""
 BLOCK = 128
 """Tokens of a block of a mask on CUDA."""
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -35,11 +39,14 @@ class _Places:
 
     index: Tensor | slice  # [n, L] int64; a slice where n = 1
     padding: Tensor | None = None  # [n, L] bool
+    kept: Tensor | None = None  # [m] int64: the places of [n * L] without padding; None = all
+    tokens: Tensor | None = None  # [m] int64: their tokens, where n > 1
 
     def of(self, values: Tensor) -> Tensor:
         """[U, H, ...] -> [n, H, L, ...]"""
-        found = values[self.index]
-        return (found.unsqueeze(0) if isinstance(self.index, slice) else found).transpose(1, 2)
+        if isinstance(self.index, slice):
+            return values[self.index].unsqueeze(0).transpose(1, 2)
+        return values.index_select(0, self.index.flatten()).unflatten(0, self.index.shape).transpose(1, 2)
 
     def without_padding(self, values: Tensor) -> Tensor:
         """[n, H, L, ...], 0 at the padding."""
@@ -48,13 +55,12 @@ class _Places:
         return values.masked_fill(self.padding.view(len(values), 1, -1, *[1] * (values.ndim - 3)), 0)
 
     def flat(self, values: Tensor) -> tuple[Tensor | slice, Tensor]:
-        """[n, H, L, ...] -> the places without padding, and their values [m, H, ...]."""
-        rows = values.transpose(1, 2)
-        if isinstance(self.index, slice):
-            return self.index, rows[0]
-        if self.padding is None:
-            return self.index.flatten(), rows.flatten(0, 1)
-        return self.index[~self.padding], rows[~self.padding]
+        """[n, H, L, ...] -> the tokens without padding, and their values [m, H, ...]."""
+        rows = values.transpose(1, 2).flatten(0, 1)
+        if self.tokens is None:
+            assert isinstance(self.index, slice)
+            return self.index, rows
+        return self.tokens, rows if self.kept is None else rows.index_select(0, self.kept)
 
     def add(self, target: Tensor, values: Tensor) -> None:
         """Add [n, H, L, ...] to those of a target [U, H, ...]. Places do not repeat, but for the padding."""
@@ -66,25 +72,32 @@ class _Places:
 
 
 @dataclass(frozen=True, slots=True)
-class _Context:
-    """Tokens that attend to all of some others, which are before them."""
+class _Call:
+    """Tokens that attend to others, which are before them, or to themselves."""
 
     queries: _Places
     keys: _Places
+    is_causal: bool = False
+    mask: Tensor | None = None  # [n, 1, L, L] float32, added to scores; padding attends to itself alone
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TreeLayout:
     """A row whose tokens are a prefix tree in depth-first order."""
 
-    branches: tuple[_Places, ...]
-    contexts: tuple[_Context, ...]
+    parts: tuple[_Call, ...]
+    """Small subtrees and other branches: each token is among the queries of one."""
+    contexts: tuple[_Call, ...]
+    """Small subtrees and other branches attend to what is before them."""
     spans: tuple[tuple[int, int], ...]
     """First token and number of tokens of each branch, in order."""
-    paths: tuple[Tensor, ...]
-    """The tokens of a row up to the end of each branch."""
     ends: Tensor  # [U] int64: the first token after those that have this one before them
     positions: Tensor  # [U] int64: in their rows
+
+    @functools.cached_property
+    def paths(self) -> list[Tensor]:
+        """The tokens of a row up to the end of each branch."""
+        return [torch.nonzero(self.ends[:end] >= end)[:, 0] for end in map(sum, self.spans)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,52 +110,89 @@ class _Leaving:
     queries: tuple[int, int]
 
 
-def tree_layout(tree: PrefixTree, computed: np.ndarray, starts: np.ndarray, device: torch.device) -> TreeLayout:
-    """`computed` [tokens of the tree] bool: false only at the ends of branches. `starts` [S]: of the rows."""
+def tree_layout(tree: PrefixTree, computed: np.ndarray, bounds: np.ndarray, device: torch.device) -> TreeLayout:
+    """`computed` [tokens of the tree] bool: false only at the ends of branches. `bounds` [S + 1]: of the rows."""
     place = np.append(0, np.cumsum(computed))
     spans = [(int(place[one.first]), int(place[one.first + one.size] - place[one.first])) for one in tree.branches]
-    ends = np.concatenate([np.full(size, first + size) for first, size in spans])
+    last = place[tree.places[bounds[1:] - 1] + 1]
+    ends = np.zeros(len(computed), dtype=np.int64)
+    np.maximum.at(ends, tree.places, np.repeat(last, np.diff(bounds)))
+    ends = ends[computed]
     positions = [np.arange(size) + one.shared for (_, size), one in zip(spans, tree.branches, strict=True)]
-    leaving = _leaving(tree, spans)
-    for one in leaving:
-        own = slice(one.keys[0], sum(one.keys))
-        ends[own] = np.maximum(ends[own], sum(one.queries))
+    after = _after_subtrees(tree)
+    small: list[tuple[int, int]] = []
+    single: list[tuple[int, int]] = []
+    outer: list[int] = []  # branches that are not inside of a small subtree
+    number = 0
+    while number < len(spans):
+        outer.append(number)
+        first, size = spans[number][0], sum(spans[after[number] - 1]) - spans[number][0]
+        if is_small := after[number] > number + 1 and 0 < size <= SMALL:
+            small.append((first, size))
+        elif spans[number][1]:
+            single.append(spans[number])
+        number = after[number] if is_small else number + 1
     alike: dict[tuple[int, int], dict[tuple[int, int], _Leaving]] = defaultdict(dict)
-    for one in leaving:
+    for one in _leaving(tree, spans, after, outer):
         if one.queries[1]:
             alike[one.depth, one.keys[1]][one.queries] = one
     contexts = [[same[span] for span in part] for _, same in sorted(alike.items()) for part in _alike([*same])]
-    rows = [(starts[one.row], one.shared + size) for one, (_, size) in zip(tree.branches, spans, strict=True)]
+    masked = [_places(part, device) for part in _alike(small)]
+    causal = [_places(part, device) for part in _alike(single)]
+    seen = torch.from_numpy(ends).to(device)
     return TreeLayout(
-        branches=tuple(_places(part, device) for part in _alike([span for span in spans if span[1]])),
+        parts=(
+            *(_Call(places, places, mask=_mask(places, seen)) for places in masked),
+            *(_Call(places, places, is_causal=True) for places in causal),
+        ),
         contexts=tuple(
-            _Context(_places([one.queries for one in part], device), _places([one.keys for one in part], device))
+            _Call(_places([one.queries for one in part], device), _places([one.keys for one in part], device))
             for part in contexts
         ),
         spans=tuple(spans),
-        paths=tuple(torch.from_numpy(place[tree.places[start : start + size]]).to(device) for start, size in rows),
-        ends=torch.from_numpy(ends).to(device),
+        ends=seen,
         positions=torch.from_numpy(np.concatenate(positions)).to(device),
     )
 
 
-def _leaving(tree: PrefixTree, spans: Sequence[tuple[int, int]]) -> list[_Leaving]:
-    """`spans`: first token and number of computed tokens of each branch."""
-    depths: list[int] = []
-    for branch in tree.branches:
-        depths.append(0 if branch.parent < 0 else depths[branch.parent] + 1)
-    last = [first + size for first, size in spans]
+def _mask(places: _Places, ends: Tensor) -> Tensor:
+    """`ends`: as in TreeLayout. -> [n, 1, L, L] float32, 0 where a query sees a key"""
+    index = torch.arange(len(ends), device=ends.device)[places.index]
+    keys = index.view(-1, 1, index.shape[-1])
+    queries = keys.transpose(1, 2)
+    is_seen = (keys <= queries) & (queries < ends[keys])
+    if places.padding is not None:
+        is_seen &= ~(places.padding.view(keys.shape) | places.padding.view(queries.shape))
+        is_seen |= torch.eye(index.shape[-1], dtype=torch.bool, device=ends.device)
+    return torch.zeros(is_seen.shape, device=ends.device).masked_fill(~is_seen, -torch.inf).unsqueeze(1)
+
+
+def _after_subtrees(tree: PrefixTree) -> list[int]:
+    """The first branch after each one and those that leave it, which follow it."""
+    after = [number + 1 for number in range(len(tree.branches))]
+    for number in reversed(range(len(after))):
+        if (parent := tree.branches[number].parent) >= 0:
+            after[parent] = max(after[parent], after[number])
+    return after
+
+
+def _leaving(
+    tree: PrefixTree, spans: Sequence[tuple[int, int]], after: Sequence[int], outer: Sequence[int]
+) -> list[_Leaving]:
+    """`spans`: first token and number of computed tokens of each branch; `outer`: branches with all before them."""
+    depths: dict[int, int] = {}
+    for number in outer:
+        depths[number] = depths.get(tree.branches[number].parent, -1) + 1
     groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number in reversed(range(len(spans))):
+    for number in reversed(outer):
         branch = tree.branches[number]
         if branch.parent >= 0:
-            last[branch.parent] = max(last[branch.parent], last[number])
             groups[branch.parent, branch.shared].append(number)
     return [
         _Leaving(
             depths[others[0]],
             (spans[parent][0], shared - tree.branches[parent].shared),
-            (spans[others[-1]][0], last[others[0]] - spans[others[-1]][0]),
+            (spans[others[-1]][0], sum(spans[after[others[0]] - 1]) - spans[others[-1]][0]),
         )
         for (parent, shared), others in groups.items()
     ]
@@ -168,9 +218,12 @@ def _places(spans: Sequence[tuple[int, int]], device: torch.device) -> _Places:
         return _Places(slice(spans[0][0], spans[0][0] + longest))
     firsts, sizes = torch.tensor(spans).unbind(1)
     steps = torch.arange(longest)
-    index = firsts[:, None] + steps.minimum(sizes[:, None] - 1)
-    padding = steps >= sizes[:, None]
-    return _Places(index.to(device), padding.to(device) if padding.any() else None)
+    index = (firsts[:, None] + steps.minimum(sizes[:, None] - 1)).to(device)
+    if all(size == longest for _, size in spans):
+        return _Places(index, tokens=index.flatten())
+    padding = (steps >= sizes[:, None]).to(device)
+    kept = torch.nonzero(~padding.flatten())[:, 0]
+    return _Places(index, padding, kept, index.flatten()[kept])
 
 
 def tree_attention(
@@ -207,10 +260,11 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: TreeLayout, scale: float) -> Tensor:
         out = query.new_empty(query.shape, dtype=torch.float32)
         sums = query.new_empty(query.shape[:2], dtype=torch.float32)  # logarithms of sums of exponentials
-        for branch in tree.branches:
-            found = _KERNEL(branch.of(query), branch.of(key), branch.of(value), 0.0, True, scale=scale)
+        for call in tree.parts:
+            states = (call.queries.of(query), call.keys.of(key), call.keys.of(value))
+            found = _KERNEL(*states, 0.0, call.is_causal, attn_mask=call.mask, scale=scale)
             for target, values in zip((out, sums), found, strict=True):
-                index, rows = branch.flat(values)
+                index, rows = call.queries.flat(values)
                 target[index] = rows.to(target.dtype)
         for context in tree.contexts:
             keys, values = (context.keys.of(each) for each in (key, value))
@@ -232,14 +286,16 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, sums = ctx.saved_tensors
         totals = [torch.zeros_like(each, dtype=torch.float32) for each in (query, key, value)]
-        parts = [(branch, branch, True) for branch in ctx.tree.branches]
-        parts += [(context.queries, context.keys, False) for context in ctx.tree.contexts]
-        for queries, keys, is_causal in parts:
-            given, own = queries.without_padding(queries.of(upstream)), queries.of(query)
+        for call in (*ctx.tree.parts, *ctx.tree.contexts):
+            queries, keys = call.queries, call.keys
+            given, own = queries.of(upstream), queries.of(query)
+            if call.mask is None:  # padding does not attend to itself alone
+                given = queries.without_padding(given)
             states = [given, own, keys.of(key), keys.of(value), queries.of(out)]
             if query.dtype != torch.float32 and min(own.shape[2], states[2].shape[2]) < _SHORT:
                 states = [each.float() for each in states]
-            found = _KERNEL_BACKWARD(*states, queries.of(sums), 0.0, is_causal, scale=ctx.scale)
+            rules = {"attn_mask": call.mask, "scale": ctx.scale}
+            found = _KERNEL_BACKWARD(*states, queries.of(sums), 0.0, call.is_causal, **rules)
             for target, places, values in zip(totals, (queries, keys, keys), found, strict=True):
                 places.add(target, values)
         return *(total.to(each.dtype) for total, each in zip(totals, (query, key, value), strict=True)), None, None

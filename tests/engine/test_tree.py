@@ -23,7 +23,7 @@ from areal.data.balance import balanced_parts
 from areal.data.pack import rows_to_train_batch, take
 from areal.engine import micro_batch
 from areal.engine import tree_attention as attention
-from areal.engine.micro_batch import make_micro_batch, rows_that_share
+from areal.engine.micro_batch import make_micro_batch, rows_of, rows_that_share
 from tests.data.test_prefix_tree import rows_of_trees
 from tests.engine import engine_cases
 from tests.engine.trainer_updates import UPDATES
@@ -189,7 +189,7 @@ def test_tokens_with_other_recorded_experts_are_others(models):
     experts[:, :, 1] = 1
     experts[6:10, 0, 1] = 2  # those of row 1, from its second token on
     batch = batch.with_column(ROUTED_EXPERTS, experts)
-    _, inputs = make_micro_batch(batch, [0, 1, 2], CPU, as_tree=True)
+    _, inputs = make_micro_batch(batch, [0, 1, 2], CPU, rows=rows_of(batch))
     assert inputs.input_ids.numel() == 5 + 4 + 2
     found = []
     for kind in ("off", "tree"):
@@ -202,10 +202,12 @@ def test_tokens_with_other_recorded_experts_are_others(models):
 def test_a_token_at_another_temperature_is_another_output():
     batch = batch_of([[1, 2, 3], [1, 2, 3]])
     temperatures = torch.full((6,), float("nan"))
-    _, same = make_micro_batch(batch.with_column(TEMPERATURES, temperatures), [0, 1], CPU, as_tree=True)
+    equal = batch.with_column(TEMPERATURES, temperatures.clone())
+    _, same = make_micro_batch(equal, [0, 1], CPU, rows=rows_of(equal))
     assert same.input_ids.numel() == 3
     temperatures[4] = 0.5
-    _, other = make_micro_batch(batch.with_column(TEMPERATURES, temperatures.clone()), [0, 1], CPU, as_tree=True)
+    different = batch.with_column(TEMPERATURES, temperatures)
+    _, other = make_micro_batch(different, [0, 1], CPU, rows=rows_of(different))
     assert other.input_ids.numel() == 4
     assert other.temperatures.isnan().sum() == other.temperatures.numel() - 1
 
@@ -215,7 +217,7 @@ def test_every_token_has_its_output(keeps_last):
     batch = grouped_batch()
     chosen = list(range(len(ANSWERS)))
     _, whole = make_micro_batch(batch, chosen, CPU)
-    micro, inputs = make_micro_batch(batch, chosen, CPU, as_tree=True, keeps_last=keeps_last)
+    micro, inputs = make_micro_batch(batch, chosen, CPU, rows=rows_of(batch), keeps_last=keeps_last)
     tree = inputs.tree
     labelled = whole.has_label
     for name in ("labels", "has_label"):
@@ -263,8 +265,8 @@ def test_what_cannot_be_a_tree_is_refused_or_left(models):
     dropout = {"lora": replace(engine_cases.LORA, dropout=0.1)}
     with raises_code("model.unsupported", "shared_prefixes=tree"):
         engine_cases.make_engine(models / "qwen3", shared_prefixes="tree", **dropout)
-    assert engine_cases.make_engine(models / "qwen3", **dropout)._plan(grouped_batch())[1] is False
-    assert engine_cases.make_engine(models / "qwen3")._plan(grouped_batch())[1] is True
+    assert engine_cases.make_engine(models / "qwen3", **dropout)._plan(grouped_batch())[1] is None
+    assert engine_cases.make_engine(models / "qwen3")._plan(grouped_batch())[1] is not None
 
 
 def on_two_ranks(mesh, folder) -> dict[str, float]:
@@ -276,7 +278,7 @@ def on_two_ranks(mesh, folder) -> dict[str, float]:
     logprobs = engine.forward(own).logprobs
     metrics = engine_cases.train(engine, own)
     save_file(engine_cases.weights_of(engine) | {"logprobs": logprobs}, folder / f"tree-{mesh.rank}")
-    return {"tree_ratio": metrics["tree_ratio"].value, "as_tree": float(engine._plan(own)[1])}
+    return {"tree_ratio": metrics["tree_ratio"].value, "as_tree": float(engine._plan(own)[1] is not None)}
 
 
 LONG_ROWS = [[*range(14), *[fork] * 3, *range(5), row] for fork in (14, 15) for row in range(16, 22)]

@@ -77,7 +77,7 @@ def layout_of_tree(rows: list[list[int]]) -> tuple[TreeLayout, Tensor]:
     for path in np.split(tree.places, bounds[1:-1]):
         for end, place in enumerate(path.tolist()):
             seen[place, path[: end + 1]] = True
-    return tree_layout(tree, np.ones(count, dtype=bool), bounds[:-1], torch.device("cpu")), seen
+    return tree_layout(tree, np.ones(count, dtype=bool), bounds, torch.device("cpu")), seen
 
 
 def tree_attention_error(
