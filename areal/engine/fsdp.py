@@ -25,6 +25,7 @@ from areal.api.errors import ConfigError, InputError, StageError
 from areal.api.images import ImageStore
 from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.pack import token_positions
+from areal.data.prefix_tree import SortedRows
 from areal.engine.adapter_format import PeftAdapter, with_values
 from areal.engine.checkpoint import (
     HostCopies,
@@ -50,7 +51,6 @@ from areal.engine.hf_model import (
 )
 from areal.engine.linear_logprobs import require_liger
 from areal.engine.lora import Adapters, frozen_experts
-from areal.data.prefix_tree import SortedRows
 from areal.engine.mesh import TrainerMesh, copy_part, whole_tensor
 from areal.engine.micro_batch import (
     ModelInput,
