@@ -1,6 +1,6 @@
 """How well `areal plan` predicts: (a) identity, (b) held-out runs on this machine, (c) closed forms.
 
-    python benchmark/planner_accuracy.py [--folder FOLDER] [--steps 16]        (10 to 15 minutes, on an idle machine)
+    python benchmark/planner_accuracy.py [--folder FOLDER] [--steps 50]        (10 minutes, on an idle machine)
 
 One run of a tiny model is measured (a server, staleness 1, long-tailed answers). From its service times alone the plan
 predicts the other runs: other staleness, two servers, answers of equal spread, other group sizes, rewards that take
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=None, help="keeps the runs; those that are there are not repeated"
     )
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=50)
     args = parser.parse_args()
     get_logger("areal").setLevel("ERROR")
     with tempfile.TemporaryDirectory() as name:

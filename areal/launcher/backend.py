@@ -125,7 +125,8 @@ class LocalBackend(ProcessBackend):
         self._logs: dict[str, tuple[Path, int]] = {}  # with the size at the process's start
         self._memory_kills = _memory_kills()  # Kills whose process is known, or was not of this run.
         self._beats = NodeBeats()
-        self._resident: dict[str, int] = {}
+        self._used: dict[str, tuple[int, float]] = {}
+        """Resident bytes and CPU seconds of each process with all that it started."""
         self._out_of_memory = set[str]()  # Processes that the kernel ended at a limit of memory.
 
     def start(self, planned: PlannedProcess) -> int:
@@ -195,27 +196,31 @@ class LocalBackend(ProcessBackend):
 
     def resident_bytes(self) -> int:
         own = psutil.Process()
-        parents, sizes = dict[int, int](), dict[int, int]()
+        parents, sizes, cpu_s = dict[int, int](), dict[int, int](), dict[int, float]()
         for process in own.children(recursive=True):
             if self._preloaded is not None and process.pid == self._preloaded.pid:  # its pages are its children's too
                 continue
             with contextlib.suppress(psutil.NoSuchProcess):
                 parents[process.pid] = process.ppid()
                 sizes[process.pid] = process.memory_info().rss
+                cpu_s[process.pid] = sum(process.cpu_times()[:2])  # of the user and of the system
         names = {process.pid: name for name, process in self._processes.items()}
-        self._resident = {}
+        self._used = {}
         for pid, size in sizes.items():
+            own_s = cpu_s[pid]
             while pid not in names and pid in parents:
                 pid = parents[pid]
             if name := names.get(pid):
-                self._resident[name] = self._resident.get(name, 0) + size
+                before, before_s = self._used.get(name, (0, 0.0))
+                self._used[name] = before + size, before_s + own_s
         return own.memory_info().rss + sum(sizes.values())
 
     def beats(self) -> dict[str, Beat]:
-        return {
-            name: dataclasses.replace(beat, resident_bytes=self._resident.get(name))
-            for name, beat in self._beats.read().items()
-        }
+        found: dict[str, Beat] = {}
+        for name, beat in self._beats.read().items():
+            size, cpu_s = self._used.get(name, (None, None))
+            found[name] = dataclasses.replace(beat, resident_bytes=size, cpu_s=cpu_s)
+        return found
 
 
 def _memory_kills() -> int:

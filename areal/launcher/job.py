@@ -264,7 +264,7 @@ def make_plan(
             num_servers=num_servers,
             run_id=0,
             run_dir=str(paths.root),
-            num_threads=_threads(config, role, own.machine, computing[own.machine.host]),
+            num_threads=num_threads(config, role, own.machine.cores, computing[own.machine.host]),
             recover=False,
             device="cuda:0" if own.gpus else "cpu",
             host=own.machine.host,
@@ -356,13 +356,13 @@ def _memory_demands(processes: Sequence[PlannedProcess], config: BaseExperimentC
     return demands
 
 
-def _threads(config: BaseExperimentConfig, role: Role, machine: Machine, num_computing: int) -> int:
-    """CPU threads of one process: an equal share of the machine's cores, within the configured limits."""
+def num_threads(config: BaseExperimentConfig, role: Role, cores: int, num_computing: int) -> int:
+    """CPU threads of one process: an equal share of its machine's cores, within the configured limits."""
     if role == "controller":
         return 1
     launcher = config.launcher
     limit = launcher.inference_server_cpus_per_gpu if role == "server" else launcher.trainer_cpus_per_gpu
-    return max(1, min(limit, machine.cores // num_computing))
+    return max(1, min(limit, cores // num_computing))
 
 
 def at_import() -> dict[str, str]:

@@ -37,6 +37,7 @@ update_weights/bytes: bytes: Offered to a server that has the version before, by
 update_weights/share_of_full: share: These bytes over those of all weights.
 seconds/wait_evaluation: s: Wait for an evaluation after the step before; so are wait_export and wait_checkpoint.
 memory/PROCESS: GiB: Resident memory of a process with all that it started, a few seconds before the end of the step.
+cpu/PROCESS: s: CPU time of the same since its start, at the same time.
 
 # Episodes since the last batch (the rollout controller)
 rollout/accepted: episodes: Accepted episodes.

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from areal.api.config import PPOConfig
 from areal.api.config.experiment import LengthRule
 from areal.api.config.load import load_experiment
 from areal.api.errors import ConfigError
+from areal.launcher.job import num_threads
 from areal.observe.log import get_logger
 from areal.planner.calibration import calibrate
 from areal.planner.cards import card_times, known_card
@@ -124,19 +126,29 @@ def _measured(given: argparse.Namespace, config: PPOConfig) -> MeasuredRun:
 
 
 def adapted(seen: MeasuredRun, config: PPOConfig) -> tuple[ServiceTimes, Workload]:
-    """Times and work of a measured run for another configuration: more trainers divide the time by tokens."""
+    """Times and work of a measured run for another configuration: more trainers divide the time by tokens, and more
+    threads divide that of a process."""
     before, after = (each.allocation.train[0].parallel for each in (seen.config, config))
-    trainer = seen.times.trainer.divided(after.dp / before.dp)
+    trainer, server = seen.times.trainer.divided(after.dp / before.dp), seen.times.server
+    if seen.times.cores < math.inf:
+        one, other = (_threads(each, int(seen.times.cores)) for each in (seen.config, config))
+        server, trainer = server.on_threads(other[0] / one[0]), trainer.on_threads(other[1] / one[1])
     work = replace(seen.work, answers=config.gconfig.n_samples, max_tokens=config.gconfig.max_new_tokens)
     if config.benchmark.length:
         work = assumed_work(config)
     if not config.rollout.should_accept_fn:
         work = replace(work, rejected=tuple(one for one in work.rejected if one[0] != "filter"))
-    times = replace(seen.times, trainer=trainer)
+    times = replace(seen.times, server=server, trainer=trainer)
     if others := [name for name, one, other in _sizes(seen.config, config) if one != other]:
         source = f"{times.source} with another {' and '.join(others)}, which is assumed to be as fast"
         times = replace(times, source=source, is_extrapolated=True)
     return times, work
+
+
+def _threads(config: PPOConfig, cores: int) -> tuple[int, int]:
+    """Of a server and of a trainer rank on one machine without GPUs."""
+    computing = config.allocation.world_size
+    return num_threads(config, "server", cores, computing), num_threads(config, "trainer", cores, computing)
 
 
 def _sizes(one: PPOConfig, other: PPOConfig) -> list[tuple[str, object, object]]:

@@ -5,7 +5,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median
@@ -20,6 +20,7 @@ from areal.fleet.weight_updater import PROBE_PREFIX
 from areal.ledger.event_files import PayloadReader, open_reader
 from areal.ledger.payload import read_table
 from areal.observe.step_files import read_step_lines
+from areal.planner.cores import Span, WorkClock, joined
 from areal.planner.service import ServerTimes, ServiceTimes, TrainerTimes, Workload, most_running
 from areal.reward.pool import pool_size
 from areal.system.run_paths import RunPaths
@@ -28,6 +29,7 @@ WARMUP_STEPS = 2
 """The first steps of a run compile, allocate and fill caches."""
 _MAX_EPISODES = 4000  # The newest accepted episodes whose payloads are read.
 _MIN_ANSWERS = 10
+_ROUNDS = 30  # Of the cores that processes use, which depend on how much they slowed each other.
 _BEFORE = (
     "scores",
     "filters",
@@ -59,7 +61,12 @@ def nonnegative_fit(columns: Sequence[Sequence[float]], wanted: Sequence[float])
 # The trainer, from metrics.jsonl.
 
 
-def trainer_times(rows: Sequence[Mapping[str, Any]]) -> TrainerTimes:
+def computing_span(row: Mapping[str, Any]) -> tuple[float, float]:
+    """When the trainers computed a step: from the arrival of its batch to its report."""
+    return row["time"] - row["seconds/step"] + row.get("seconds/wait_batch", 0.0), row["time"]
+
+
+def trainer_times(rows: Sequence[Mapping[str, Any]], clock: WorkClock, *, cores: float) -> TrainerTimes:
     """`rows`: lines of metrics.jsonl, in order. InputError when the run has too few steps."""
     rows = [row for row in rows if "seconds/update" in row and "rollout/tokens" in row]
     if len(rows) < WARMUP_STEPS + 3:
@@ -75,8 +82,10 @@ def trainer_times(rows: Sequence[Mapping[str, Any]]) -> TrainerTimes:
         return sum(row.get(f"seconds/{name}", 0.0) for name in names)
 
     tokens = [row["rollout/tokens"] for row in rows]
+    speeds = [clock.speed(*computing_span(row)) for row in rows]
     before = [of(row, *_BEFORE, "rollout") - of(row, "wait_batch") for row in rows]
-    update = [of(row, "update") for row in rows]
+    before = [seconds * each for seconds, each in zip(before, speeds, strict=True)]
+    update = [of(row, "update") * each for row, each in zip(rows, speeds, strict=True)]
     ones = [1.0] * len(rows)
     before_s, before_token_s = nonnegative_fit([ones, tokens], before)
     update_s, update_token_s = nonnegative_fit([ones, tokens], update)
@@ -88,8 +97,12 @@ def trainer_times(rows: Sequence[Mapping[str, Any]]) -> TrainerTimes:
         before_token_s=before_token_s,
         update_s=update_s,
         update_token_s=update_token_s,
-        publish_s=fmean(max(0.0, of(row, "publish_weights") - of(row, "wait_servers")) for row in rows),
+        publish_s=fmean(
+            max(0.0, of(row, "publish_weights") - of(row, "wait_servers")) * each
+            for row, each in zip(rows, speeds, strict=True)
+        ),
         after_s=max(0.0, fmean(after)),
+        cores=cores,
         spread=tuple(value / mean for value in spread) or (1.0,),
     )
 
@@ -374,6 +387,43 @@ class _Load:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Processes that shared the cores of a machine.
+
+
+def shared_cores(
+    rows: Sequence[Mapping[str, Any]], answers: Sequence[Served], cores: float
+) -> tuple[WorkClock, float, float]:
+    """The clock of a run on `cores`, and the cores that a server and the trainers use while they compute: their CPU
+    seconds by the seconds of their work, and 1 at least: with less, something else used the cores."""
+    spans: defaultdict[str, list[Span]] = defaultdict(list)
+    for one in answers:
+        spans[one.server].append((one.start_s, one.end_s))
+    servers, trainers = [joined(each) for each in spans.values()], [computing_span(row) for row in rows]
+    seen = [row for row in rows if "cpu/controller" in row][WARMUP_STEPS:]
+    of_server = of_trainers = 1.0
+    for _ in range(_ROUNDS):
+        clock = WorkClock([(of_trainers, trainers), *((of_server, each) for each in servers)], cores)
+        if len(seen) > WARMUP_STEPS and cores < math.inf:
+            window = seen[0]["time"], seen[-1]["time"]
+            of_trainers = max(1.0, _cpu_share(seen, "trainer-") / _work_share(trainers, window, clock))
+            handled = _cpu_share(seen, "server-") + _cpu_share(seen, "controller")
+            of_server = max(1.0, handled / sum(_work_share(each, window, clock) for each in servers))
+    return clock, of_server, of_trainers
+
+
+def _cpu_share(rows: Sequence[Mapping[str, Any]], kind: str) -> float:
+    """CPU seconds of the processes whose names begin so, in a second."""
+    used = [sum(value for name, value in row.items() if name.startswith(f"cpu/{kind}")) for row in rows]
+    return float(np.polyfit([row["time"] - rows[0]["time"] for row in rows], used, 1)[0])
+
+
+def _work_share(spans: Sequence[Span], window: Span, clock: WorkClock) -> float:
+    inside = [(max(start_s, window[0]), min(end_s, window[1])) for start_s, end_s in spans]
+    worked_s = sum(clock.at(end_s) - clock.at(start_s) for start_s, end_s in inside if start_s < end_s)
+    return worked_s / (window[1] - window[0])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # All of it.
 
 
@@ -400,11 +450,16 @@ def measured_run(folder: Path, *, cores: float) -> MeasuredRun:
     if not isinstance(config, PPOConfig):
         raise InputError(f"{folder} is a run without rollouts: there is nothing to plan", code="plan.no_run")
     rows = read_step_lines(paths.metrics)
-    trainer = trainer_times(rows)
     episodes, lost, updates = read_episodes(paths)
     after_s = min((one.start_s for one in episodes), default=0.0)
     traced = [one for one in traced_answers(paths.trace) if one.start_s >= after_s]
-    step_s, sequence_s, context_s = decode_times(traced or answers_of(episodes))
+    answers = traced or answers_of(episodes)
+    shared = cores if config.cluster.n_gpus_per_node == 0 else math.inf
+    trained = [row for row in rows if "rollout/staleness_mean" in row]
+    clock, server_cores, trainer_cores = shared_cores(trained, answers, shared)
+    trainer = trainer_times(rows, clock, cores=trainer_cores / config.allocation.train[0].parallel.dp)
+    worked = [replace(one, start_s=clock.at(one.start_s), end_s=clock.at(one.end_s)) for one in answers]
+    step_s, sequence_s, context_s = decode_times(worked)
     known = [one for one in episodes if one.lengths]
     update_s = median(updates) if updates else 0.0
     server = ServerTimes(
@@ -415,11 +470,12 @@ def measured_run(folder: Path, *, cores: float) -> MeasuredRun:
         prepare_s=max(0.0, update_s - trainer.publish_s),
         has_second_copy=config.server_backend == "native",
         max_running=most_running(config),
+        cores=server_cores,
     )
     prompt = round(fmean(one.prompt for one in known))
     workers = pool_size(config.reward)
     tools = [size for one in known for size in one.tools_s]
-    trained = [row for row in rows if "rollout/staleness_mean" in row][WARMUP_STEPS:]
+    trained = trained[WARMUP_STEPS:]
     return MeasuredRun(
         config=config,
         times=ServiceTimes(
@@ -428,7 +484,7 @@ def measured_run(folder: Path, *, cores: float) -> MeasuredRun:
             rewards_s=reward_times(known, workers),
             reward_workers=workers,
             tools_s=tuple(_thinned(sorted(tools))) or (0.0,),
-            cores=cores if config.cluster.n_gpus_per_node == 0 else math.inf,
+            cores=shared,
             source=f"measured in {folder.name}",
         ),
         work=Workload(

@@ -10,47 +10,19 @@ import json
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 from areal.api.columns import Packed, RunsBuilder
 from areal.api.data import GenerationRequest, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.fleet.replica import Chunks, FinishReason, PartChunk, PauseMode, Replica, ReplicaInfo, ReplicaLoad
+from areal.planner.cores import Cores, Timer
 from areal.planner.service import ServerTimes
 from areal.system.network import LOOPBACK
 
 VOCABULARY = 1000
 _ENOUGH = 1e-4  # A sequence whose mark is this near has ended: the loop calls a timer up to 1e-9 s early.
-
-
-class Cores:
-    """The CPU cores that servers and trainer ranks share: each uses one. None are shared where there are GPUs."""
-
-    def __init__(self, count: float) -> None:
-        """`count`: infinite = none are shared."""
-        self._count = count
-        self._workers: dict[object, tuple[int, Callable[[], None]]] = {}
-        self.speed = 1.0
-
-    def enter(self, worker: object, on_change: Callable[[], None], cores: int = 1) -> None:
-        """`on_change` is called before the speed changes, and again after it. `cores`: that the worker uses."""
-        if worker not in self._workers and self._count < math.inf:
-            self._change({**self._workers, worker: (cores, on_change)})
-
-    def leave(self, worker: object) -> None:
-        if worker in self._workers:
-            self._change({other: known for other, known in self._workers.items() if other is not worker})
-
-    def _change(self, workers: dict[object, tuple[int, Callable[[], None]]]) -> None:
-        speed = min(1.0, self._count / max(1, sum(cores for cores, _ in workers.values())))
-        before, self._workers = self._workers, workers
-        if speed != self.speed:
-            for _, look in before.values():
-                look()
-            self.speed = speed
-            for _, look in workers.values():
-                look()
 
 
 class _Sequence:
@@ -91,9 +63,8 @@ class SimulatedServer(Replica):
         self._waiting: deque[_Sequence] = deque()
         self._steps, self._owed_s = 0.0, 0.0
         """Steps so far; seconds of prefill before the next one."""
-        self._looked_s = self._loop.time()
-        self._speed = 1.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._looked_s, self._worked_s = self._loop.time(), cores.time()
+        self._timer, self._is_computing = Timer(cores, self._on_timer), False
         self._is_paused = False
         self._known: dict[str, int] = {}  # Tokens of the common beginning of a group that the cache holds.
         self._calls: dict[_Sequence, None] = {}
@@ -215,17 +186,17 @@ class SimulatedServer(Replica):
 
     def _look(self) -> None:
         """Account for the time since the last look, and end what has ended."""
-        now_s = self._loop.time()
-        passed_s, self._looked_s = now_s - self._looked_s, now_s
+        now_s, worked_s = self._loop.time(), self._cores.time()
+        passed_s, left_s = now_s - self._looked_s, worked_s - self._worked_s
+        self._looked_s, self._worked_s = now_s, worked_s
         if passed_s <= 0 or self._is_paused or self.is_dead or not self._num_running:
             return
         self.busy_s += passed_s
         self.sequence_s += passed_s * self._num_running
-        worked_s = passed_s * self._speed
-        owed_s = min(worked_s, self._owed_s)
+        owed_s = min(left_s, self._owed_s)
         self._owed_s -= owed_s
         running, context = self._num_running, self._context
-        steps = self._times.steps_in(worked_s - owed_s, running, context) / self._unit
+        steps = self._times.steps_in(left_s - owed_s, running, context) / self._unit
         self._steps += steps
         self._context += steps * self._unit * running
         while self._heap and self._heap[0][0] <= self._steps + _ENOUGH:
@@ -238,14 +209,16 @@ class SimulatedServer(Replica):
         while self._waiting and not self._is_paused and self._has_room:
             self._start(self._waiting.popleft())
         self._drop_ended()
-        if self._timer is not None:
+        computes = bool(self._num_running) and not (self._is_paused or self.is_dead)
+        if computes:
+            running, context = self._num_running, self._context
+            left = max(0.0, self._heap[0][0] - self._steps) * self._unit
+            self._timer.set(self._worked_s + self._owed_s + self._times.decode_s(left, running, context))
+        else:
             self._timer.cancel()
-            self._timer = None
-        if self._is_paused or self.is_dead or not self._num_running:
-            self._cores.leave(self)
-            return
-        self._cores.enter(self, self._on_speed)
-        self._set_timer()
+        if computes != self._is_computing:
+            self._is_computing = computes
+            self._cores.use(self._times.cores if computes else -self._times.cores)
 
     @property
     def _has_room(self) -> bool:
@@ -253,26 +226,9 @@ class SimulatedServer(Replica):
             return True
         return self._num_running < self._times.max_running and self._context < self._times.max_context
 
-    def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._speed = self._cores.speed
-        running, context = self._num_running, self._context
-        left = max(0.0, self._heap[0][0] - self._steps) * self._unit
-        wait_s = (self._owed_s + self._times.decode_s(left, running, context)) / self._speed
-        self._timer = self._loop.call_at(self._looked_s + wait_s, self._on_timer)
-
     def _on_timer(self) -> None:
-        self._timer = None
         self._look()
         self._changed()
-
-    def _on_speed(self) -> None:
-        """Another worker starts or stops. Called before and after the change of speed."""
-        self._look()
-        self._drop_ended()
-        if self._num_running and not self._is_paused:
-            self._set_timer()
 
     def _drop_ended(self) -> None:
         while self._heap and self._heap[0][2].ended:

@@ -32,6 +32,8 @@ class ServerTimes:
     """To exchange the weights, while it does not generate."""
     has_second_copy: bool = True
     """It generates while it receives weights."""
+    cores: float = 1.0
+    """CPU cores that it uses while it computes, with the controller's work for it."""
 
     def multiplied(self, factor: float) -> Self:
         """Each of its sequences stands for `factor` sequences."""
@@ -43,6 +45,17 @@ class ServerTimes:
             max_running=self.max_running / factor,
             max_context=self.max_context / factor,
             multiplicity=self.multiplicity * factor,
+        )
+
+    def on_threads(self, factor: float) -> Self:
+        """It computes with `factor` times as many threads."""
+        return replace(
+            self,
+            step_s=self.step_s / factor,
+            sequence_s=self.sequence_s / factor,
+            context_s=self.context_s / factor,
+            prefill_s=self.prefill_s / factor,
+            cores=self.cores * factor,
         )
 
     def decode_s(self, steps: float, sequences: int, context: float) -> float:
@@ -72,8 +85,15 @@ class TrainerTimes:
     """The part of a publication for which the trainer does nothing else."""
     after_s: float = 0.0
     """From the report of a step to the request for the next batch: exports, checkpoints, trackers."""
+    cores: float = 1.0
+    """CPU cores that each data-parallel rank uses while it computes."""
     spread: tuple[float, ...] = (1.0,)
     """What the time of a step is multiplied by: one of these, at random."""
+
+    def on_threads(self, factor: float) -> Self:
+        """Each rank computes with `factor` times as many threads."""
+        before_s, update_s = self.before_s / factor, self.update_s / factor
+        return replace(self.divided(factor), before_s=before_s, update_s=update_s, cores=self.cores * factor)
 
     def divided(self, factor: float) -> Self:
         """The same work on `factor` times as many data-parallel ranks: the time by tokens is divided."""
@@ -94,7 +114,7 @@ class ServiceTimes:
     tools_s: tuple[float, ...] = (0.0,)
     """Seconds from an answer of an agent to its next request: one of these, at random."""
     cores: float = math.inf
-    """CPU cores that servers and trainer share, one each: more of them than cores slow each other down."""
+    """CPU cores that servers and trainer share. The times of these are those with cores of their own."""
     source: str = "assumed"
     """Where the figures come from, for people."""
     is_extrapolated: bool = False

@@ -26,7 +26,8 @@ from areal.fleet.fleet import Fleet
 from areal.fleet.replica import AnswerForm, Replica
 from areal.ledger.ledger import EventLog, Ledger
 from areal.ledger.state import Event
-from areal.planner.server import VOCABULARY, Cores, Registrations, SimulatedServer
+from areal.planner.cores import Cores
+from areal.planner.server import VOCABULARY, Registrations, SimulatedServer
 from areal.planner.service import ServiceTimes, Workload
 from areal.planner.virtual_loop import run_virtual
 from areal.rollout.controller import Controller
@@ -195,40 +196,6 @@ class SimulatedWorkflow(RolloutWorkflow):
         )
 
 
-class _Work:
-    """The computation of the trainer, on the cores that it shares with the servers."""
-
-    def __init__(self, cores: Cores, ranks: int) -> None:
-        self._cores, self._ranks, self._loop = cores, ranks, asyncio.get_running_loop()
-        self._left_s = self._looked_s = 0.0
-        self._speed = 1.0
-        self._timer: asyncio.TimerHandle | None = None
-        self._done: asyncio.Future[None] | None = None
-
-    async def run(self, seconds: float) -> None:
-        if seconds <= 0:
-            return
-        self._left_s, self._looked_s, self._speed = seconds, self._loop.time(), self._cores.speed
-        self._done = self._loop.create_future()
-        self._cores.enter(self, self._look, self._ranks)
-        self._look()
-        await self._done
-        self._cores.leave(self)
-
-    def _look(self) -> None:
-        now_s = self._loop.time()
-        self._left_s -= (now_s - self._looked_s) * self._speed
-        self._looked_s, self._speed = now_s, self._cores.speed
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._done is None or self._done.done():
-            return
-        if self._left_s <= 1e-9:
-            self._done.set_result(None)
-        else:
-            self._timer = self._loop.call_at(now_s + self._left_s / self._speed, self._look)
-
-
 def simulate(setting: Setting, *, keeps_events: bool = False) -> Outcome:
     """Raises the error that ends the run, as that of a real one. `keeps_events`: of the ledger, in the outcome."""
     was_enabled = gc.isenabled()
@@ -364,7 +331,7 @@ class _Trainer:
         self, setting: Setting, controller: Controller, log: RecordingLog, cores: Cores, outcome: Outcome
     ) -> None:
         self._setting, self._controller, self._log, self._outcome = setting, controller, log, outcome
-        self._work = _Work(cores, setting.dp_size)
+        self._cores, self._used = cores, setting.dp_size * setting.times.trainer.cores
         self._rng = random.Random(setting.seed + 1)
         self._sent: WeightUpdate | None = None  # What the servers install, until it was waited for.
 
@@ -380,11 +347,11 @@ class _Trainer:
             every = setting.unit * setting.copies
             tokens = record.stats["tokens"] * every
             before_s = spread * (times.before_s + times.before_token_s * tokens)
-            await self._work.run(before_s)
+            await self._compute(before_s)
             waited_s = await self._wait_served()
             update_s = spread * (times.update_s + times.update_token_s * tokens)
-            await self._work.run(update_s)
-            await self._work.run(times.publish_s)
+            await self._compute(update_s)
+            await self._compute(times.publish_s)
             update = WeightUpdate(version=step + 1, kind="disk", path=f"v{step + 1:06d}")
             while not await controller.weights.start(update, timeout_s=_CALL_S):
                 pass
@@ -408,8 +375,11 @@ class _Trainer:
                 generated=record.stats["produced_tokens"] * every,
             )
             self._outcome.steps.append(figures)
-            await self._work.run(times.after_s)
+            await self._compute(times.after_s)
         await self._wait_served()
+
+    async def _compute(self, seconds: float) -> None:
+        await self._cores.work(seconds, self._used)
 
     async def _wait_served(self) -> float:
         """Seconds until the servers have the version sent last."""

@@ -410,8 +410,9 @@ class AfterStep:
         values |= {f"seconds/{name}": spent for name, spent in seconds.items()}
         values |= {"epoch": float(info.epoch), "seconds/elapsed": elapsed_s}
         if self._ranks.rank == 0:
-            sizes = {name: beat.resident_bytes for name, beat in read_beats(self._paths.alive).items()}
-            values |= {f"memory/{name}": size / 2**30 for name, size in sizes.items() if size is not None}
+            beats = read_beats(self._paths.alive).items()
+            values |= {f"memory/{name}": beat.resident_bytes / 2**30 for name, beat in beats if beat.resident_bytes}
+            values |= {f"cpu/{name}": beat.cpu_s for name, beat in beats if beat.cpu_s is not None}
             values |= (
                 {"failed_uploads": float(self._saver.failed_uploads)} if self._config.saver.hub_upload.repo_id else {}
             )

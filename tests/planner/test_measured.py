@@ -17,6 +17,7 @@ from areal.planner import calibration, command
 from areal.planner.calibration import calibrate
 from areal.planner.cards import card_times
 from areal.planner.command import adapted
+from areal.planner.cores import WorkClock
 from areal.planner.measured import (
     Episode,
     MeasuredRun,
@@ -50,19 +51,19 @@ def rows(count: int) -> list[dict[str, float]]:
         times |= {"rollout": 1.0, "wait_batch": 1.0}
         times["step"] = times["update"] + 0.5 + 0.35 + 1.0
         elapsed += times["step"] + 0.1
-        line = {f"seconds/{name}": value for name, value in times.items()}
+        line = {"time": elapsed} | {f"seconds/{name}": value for name, value in times.items()}
         found.append(line | {"rollout/tokens": tokens, "seconds/elapsed": elapsed})
     return found
 
 
 def test_the_times_of_a_trainer():
-    times = trainer_times(rows(12))
+    times = trainer_times(rows(12), WorkClock([], 2), cores=1.0)
     found = (times.before_s, times.update_s, times.update_token_s, times.publish_s, times.after_s)
     assert found == pytest.approx((0.5, 2.0, 0.001, 0.25, 0.1))
     assert times.spread == pytest.approx([1.0] * 10)
     assert times.divided(4).update_token_s == pytest.approx(0.00025)
     with raises_code("plan.too_few_steps"):
-        trainer_times(rows(4))
+        trainer_times(rows(4), WorkClock([], 2), cores=1.0)
 
 
 def episode(start_s: float, lengths: list[int], seconds: float, reward_s: float = 0.0) -> Episode:

@@ -1,0 +1,78 @@
+"""Processes that share cores, by hand: on the virtual clock, and undone for the times of a recorded run."""
+
+import asyncio
+import math
+from dataclasses import replace
+
+import pytest
+
+from areal.planner.command import adapted
+from areal.planner.cores import Cores, Timer, WorkClock, joined, speed
+from areal.planner.measured import MeasuredRun, Served, shared_cores
+from areal.planner.virtual_loop import run_virtual
+from tests.planner.test_simulation import setting
+
+
+def test_as_many_cores_as_are_used_slow_nothing_down():
+    assert (speed(0.0, 2), speed(2.0, 2), speed(3.0, 2)) == (1.0, 1.0, 2 / 3)
+
+
+def test_workers_that_join_and_leave_slow_each_other_down():
+    """Two cores. 6 s of work from 0 s, 2 s of work on two cores from 3 s: they have 2 of 3 cores for 3 s."""
+    ends: dict[str, float] = {}
+
+    async def work(cores: Cores, name: str, start_s: float, seconds: float, used: float) -> None:
+        await asyncio.sleep(start_s)
+        await cores.work(seconds, used)
+        ends[name] = asyncio.get_running_loop().time()
+
+    async def main(count: float) -> None:
+        cores = Cores(count)
+        Timer(cores, lambda: ends.setdefault("never", 0.0)).set(1.0)
+        kept, dropped = (
+            Timer(cores, lambda: ends.setdefault("timer", asyncio.get_running_loop().time())),
+            list(cores.timers),
+        )
+        dropped[0].cancel()
+        kept.set(5.0)
+        await asyncio.gather(work(cores, "one", 0.0, 6.0, 1.0), work(cores, "two", 3.0, 2.0, 2.0))
+
+    run_virtual(main(2))
+    assert ends == pytest.approx({"two": 6.0, "timer": 6.0, "one": 7.0})
+    ends.clear()
+    run_virtual(main(math.inf))
+    assert ends == pytest.approx({"two": 5.0, "timer": 5.0, "one": 6.0})
+
+
+def test_the_clock_of_a_run_undoes_what_its_processes_took_from_each_other():
+    # One core: both are busy from 2 s to 4 s, at half of the speed.
+    clock = WorkClock([(1.0, [(0.0, 4.0)]), (1.0, [(2.0, 6.0)])], cores=1)
+    assert [clock.at(moment) for moment in (-1.0, 2.0, 3.0, 4.0, 6.0, 8.0)] == [-1.0, 2.0, 2.5, 3.0, 5.0, 7.0]
+    assert clock.speed(0.0, 4.0) == 0.75
+    assert joined([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0)]) == [(0.0, 2.0), (3.0, 4.0)]
+
+
+def test_the_cores_that_processes_of_a_run_use():
+    """A server that always computes on 1.5 cores with its part of the controller, and a trainer that computes on two
+    in half of each step: on two cores, 3.5 in that half."""
+    rows, used = [], {"cpu/server-0": 0.0, "cpu/controller": 0.0, "cpu/trainer-0": 0.0}
+    for step in range(20):
+        for name, share in (("cpu/server-0", 1.25), ("cpu/controller", 0.25), ("cpu/trainer-0", 2.0)):
+            alone_s = 0.0 if name == "cpu/trainer-0" else 1.0
+            used[name] += share * (alone_s + 2 / 3.5)  # a second alone, and one with the trainer
+        rows.append({"time": 2.0 * step + 2, "seconds/step": 2.0, "seconds/wait_batch": 1.0, **used})
+    answers = [Served(server="server-0", start_s=0.0, end_s=40.0, prompt=1, tokens=100)]
+    clock, of_server, of_trainers = shared_cores(rows, answers, 2)
+    assert (of_server, of_trainers) == pytest.approx((1.5, 2.0), rel=0.01)
+    assert clock.speed(1.0, 2.0) == pytest.approx(2 / 3.5, rel=0.01)
+    clock, *found = shared_cores(rows, answers, math.inf)
+    assert (clock.speed(1.0, 2.0), found) == (1.0, [1.0, 1.0])
+
+
+def test_more_processes_on_a_machine_have_fewer_threads_each():
+    one = setting()
+    times = replace(one.times, cores=4)  # two processes with two threads each; with three servers one for each
+    seen = MeasuredRun(config=one.config, times=times, work=one.work, step_s=1.0, staleness=0.0, steps=10)
+    found = adapted(seen, replace(one.config, allocation_mode="native:d3+fsdp:d1"))[0]
+    assert (found.server.step_s, found.server.cores) == (2 * times.server.step_s, 0.5 * times.server.cores)
+    assert (found.trainer.update_s, found.trainer.cores) == (2 * times.trainer.update_s, 0.5 * times.trainer.cores)
