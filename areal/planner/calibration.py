@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,7 +16,7 @@ from areal.system.process import tied_to_this_process
 from areal.system.run_paths import RunPaths
 
 LIMIT_S = 60.0
-STEPS, STOP_S, POLL_S = 20, 15.0, 0.2
+STEPS, STOP_S = 20, 15.0
 NAME = ("areal-plan", "calibration")
 _OPTIONS = (
     f"experiment_name={NAME[0]}", f"trial_name={NAME[1]}", f"total_train_steps={STEPS}", "total_train_epochs=null",
@@ -40,7 +39,6 @@ def calibrate(config: PPOConfig, folder: Path) -> Path:
     secrets = save_config(config, whole)  # with the paths that follow from the names of the experiment and its folder
     command = [sys.executable, "-m", "areal.launcher", "--config", str(whole), *_OPTIONS, f"cluster.fileroot={folder}"]
     log = folder / "calibration.log"
-    ends_s = time.monotonic() + LIMIT_S - STOP_S
     with log.open("wb") as output:
         run = subprocess.Popen(
             command,
@@ -52,16 +50,14 @@ def calibrate(config: PPOConfig, folder: Path) -> Path:
         )
         before = signal.signal(signal.SIGTERM, _exit)  # so that the run is stopped in order
         try:
-            while run.poll() is None and time.monotonic() < ends_s:
-                time.sleep(POLL_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.wait(LIMIT_S - STOP_S)
         finally:
-            if run.poll() is None:
-                run.send_signal(signal.SIGTERM)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    run.wait(STOP_S)
-            if run.poll() is None:
-                run.kill()
-                run.wait()
+            run.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.wait(STOP_S)
+            run.kill()
+            run.wait()
             signal.signal(signal.SIGTERM, before)
     steps = len(read_step_lines(paths.metrics))
     if steps < WARMUP_STEPS + 3:

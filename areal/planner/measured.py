@@ -29,6 +29,7 @@ WARMUP_STEPS = 2
 """The first steps of a run compile, allocate and fill caches."""
 _MAX_EPISODES = 4000  # The newest accepted episodes whose payloads are read.
 _MIN_ANSWERS = 10
+_FITS = 3  # Of decode steps: an answer has more steps while they are fast, which a fit tells.
 _ROUNDS = 30  # Of the cores that processes use, which depend on how much they slowed each other.
 _BEFORE = (
     "scores",
@@ -111,38 +112,27 @@ def trainer_times(rows: Sequence[Mapping[str, Any]], clock: WorkClock, *, cores:
 # Episodes, from the ledger and the trace of the controller.
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
     """One episode that has ended."""
 
-    start_s: float
-    generated_s: float
+    start_s: float = 0.0
+    generated_s: float = 0.0
     """When its last answer ended."""
-    reward_s: float
-    tools_s: list[float]
-    server: str
+    reward_s: float = 0.0
+    tools_s: tuple[float, ...] = ()
+    server: str = ""
     """Empty = unknown, or several."""
-    prompt: int
-    lengths: list[int]
+    prompt: int = 0
+    lengths: tuple[int, ...] = ()
     """Generated tokens of its answers; empty = not recorded."""
-    turns: int
-    interruptions: int
+    turns: int = 1
+    interruptions: int = 0
 
     @property
     def generating_s(self) -> float:
         """Seconds of its requests: the tools of one answer are waited for one after another."""
         return self.generated_s - self.start_s - sum(self.tools_s) / max(1, len(self.lengths))
-
-
-@dataclass(slots=True)
-class _Spans:
-    """Of one episode in a trace, in seconds."""
-
-    start_s: float = 0.0
-    generated_s: float = 0.0
-    """End of the last generation."""
-    reward_s: float = 0.0
-    tools_s: tuple[float, ...] = ()
 
 
 def _events(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
@@ -157,28 +147,29 @@ def _events(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
                     yield event
 
 
-def traced_spans(path: Path) -> tuple[dict[int, _Spans], list[float]]:
-    """Spans by episode, and the seconds of the weight updates; empty without a trace."""
-    spans: defaultdict[int, _Spans] = defaultdict(_Spans)
+def traced_times(path: Path) -> tuple[dict[int, Episode], list[float]]:
+    """Times of the episodes, and the seconds of the weight updates; empty without a trace."""
+    found: defaultdict[int, Episode] = defaultdict(Episode)
     updates: list[float] = []
     for event in _events(path, "episode", "weight update"):
         start_s, size_s = event["ts"] / 1e6, event["args"]["us"] / 1e6
         if event["cat"] == "weight update":
             updates.append(size_s)
-        else:
-            found = spans[int(event["id"])]
-            match event["name"]:
-                case "episode":
-                    found.start_s = start_s
-                case "generate":
-                    found.generated_s = max(found.generated_s, start_s + size_s)
-                case "reward":
-                    found.reward_s = max(found.reward_s, size_s)  # those of several answers run at the same time
-                case name if name.startswith("tool "):
-                    found.tools_s += (size_s,)
-                case _:
-                    pass
-    return {number: found for number, found in spans.items() if found.start_s}, updates
+            continue
+        number = int(event["id"])
+        one = found[number]
+        match event["name"]:
+            case "episode":
+                found[number] = replace(one, start_s=start_s)
+            case "generate":
+                found[number] = replace(one, generated_s=max(one.generated_s, start_s + size_s))
+            case "reward":  # those of several answers run at the same time
+                found[number] = replace(one, reward_s=max(one.reward_s, size_s))
+            case name if name.startswith("tool "):
+                found[number] = replace(one, tools_s=(*one.tools_s, size_s))
+            case _:
+                pass
+    return {number: one for number, one in found.items() if one.start_s}, updates
 
 
 def read_episodes(paths: RunPaths) -> tuple[list[Episode], dict[str, float], list[float]]:
@@ -187,7 +178,7 @@ def read_episodes(paths: RunPaths) -> tuple[list[Episode], dict[str, float], lis
 
     Without a trace, an episode ends when its ledger group was written, and its reward counts as generation.
     """
-    traced, updates = traced_spans(paths.trace / "controller.jsonl")
+    traced, updates = traced_times(paths.trace / "controller.jsonl")
     episodes: list[Episode] = []
     lost: Counter[str] = Counter()
     reader, num_accepted, num_ended = open_reader(paths.ledger), 0, 0
@@ -207,61 +198,43 @@ def read_episodes(paths: RunPaths) -> tuple[list[Episode], dict[str, float], lis
                 elif kind in ("rejected", "failed"):
                     num_ended += 1
                     lost[event["reason"].partition(":")[0] if kind == "rejected" else "failed"] += 1
-                    admitted_s = admitted.pop(event["id"], None)
-                    if admitted_s is not None:
-                        episodes.append(_episode(event, mark["at"], traced.get(event["id"]), admitted_s, [], 0, 1))
+                    if (start_s := admitted.pop(event["id"], None)) is not None:
+                        episodes.append(_ended(event, traced, start_s, mark["at"]))
                 elif kind == "accepted":
                     num_ended, num_accepted = num_ended + 1, num_accepted + 1
                     admitted.pop(event["id"], None)
                     if total - num_accepted < _MAX_EPISODES:
-                        prompt, lengths, turns = _lengths(payloads, event)
-                        admitted_s = mark["at"] - event["seconds"]
-                        spans = traced.get(event["id"])
-                        episodes.append(_episode(event, mark["at"], spans, admitted_s, lengths, prompt, turns))
+                        one = _ended(event, traced, mark["at"] - event["seconds"], mark["at"])
+                        episodes.append(_with_lengths(one, payloads, event))
     return episodes, {reason: times / num_ended for reason, times in lost.items()}, updates
 
 
-def _episode(
-    event: Mapping[str, Any],
-    ended_s: float,
-    spans: _Spans | None,
-    admitted_s: float,
-    lengths: list[int],
-    prompt: int,
-    turns: int,
-) -> Episode:
+def _ended(event: Mapping[str, Any], traced: Mapping[int, Episode], start_s: float, end_s: float) -> Episode:
+    one = traced.get(event["id"]) or Episode(start_s=start_s)
     servers = event.get("replicas", ())
-    return Episode(
-        start_s=spans.start_s if spans else admitted_s,
-        generated_s=spans.generated_s if spans and spans.generated_s else ended_s,
-        reward_s=spans.reward_s if spans else 0.0,
-        tools_s=list(spans.tools_s) if spans else [],
+    return replace(
+        one,
+        generated_s=one.generated_s or end_s,
         server=servers[0] if len(servers) == 1 else "",
-        prompt=prompt,
-        lengths=lengths,
-        turns=turns,
         interruptions=event.get("interruptions", 0),
     )
 
 
-def _lengths(payloads: PayloadReader, event: Mapping[str, Any]) -> tuple[int, list[int], int]:
-    """Tokens of the prompt, generated tokens of each trajectory, and its turns; none where the payload is gone."""
+def _with_lengths(one: Episode, payloads: PayloadReader, event: Mapping[str, Any]) -> Episode:
+    """With the tokens of its trajectories, unless the payload is gone."""
     try:
         table = read_table(payloads, dict(event))
     except LedgerError:
-        return 0, [], 1
-    prompts: list[int] = []
-    lengths: list[int] = []
-    turns: list[int] = []
-    start = 0
-    for size in table.lengths.tolist():
-        made = table.output_versions[start : start + size] >= 0
-        begins = np.flatnonzero(made & ~np.concatenate([[False], made[:-1]]))
-        lengths.append(int(made.sum()))
-        prompts.append(int(begins[0]) if len(begins) else size)
-        turns.append(max(1, len(begins)))
-        start += size
-    return round(fmean(prompts)), lengths, round(fmean(turns))
+        return one
+    ends = np.cumsum(table.lengths)
+    made = [part >= 0 for part in np.split(table.output_versions, ends[:-1])]
+    begins = [np.flatnonzero(part & ~np.concatenate([[False], part[:-1]])) for part in made]
+    return replace(
+        one,
+        prompt=round(fmean(first[0] if len(first) else len(part) for first, part in zip(begins, made, strict=True))),
+        lengths=tuple(int(part.sum()) for part in made),
+        turns=round(fmean(max(1, len(first)) for first in begins)),
+    )
 
 
 def reward_times(episodes: Sequence[Episode], workers: int) -> tuple[float, ...]:
@@ -346,13 +319,13 @@ def decode_times(answers: Sequence[Served]) -> tuple[float, float, float]:
         raise InputError(text, code="plan.too_few_steps")
     unknown = [one for one in answers if one.server not in servers]
     loads = {name: _Load([one for one in answers if one.server == name], unknown, len(servers)) for name in servers}
-    weights = [math.sqrt(one.tokens) for one in fitted]
-    columns = [weights, *([], [])]
-    for one, weight in zip(fitted, weights, strict=True):
-        for column, value in zip(columns[1:], loads[one.server].mean(one.start_s, one.end_s), strict=True):
-            column.append(weight * value)
-    each = [weight * (one.end_s - one.start_s) / one.tokens for one, weight in zip(fitted, weights, strict=True)]
-    step_s, sequence_s, context_s = nonnegative_fit(columns, each)
+    weights = np.sqrt([one.tokens for one in fitted])
+    each = weights * [(one.end_s - one.start_s) / one.tokens for one in fitted]
+    for _ in range(_FITS):
+        means = np.array([[1.0, *loads[one.server].mean(one.start_s, one.end_s)] for one in fitted]).T
+        step_s, sequence_s, context_s = nonnegative_fit((weights * means).tolist(), each.tolist())
+        for load in loads.values():
+            load.weigh((step_s, sequence_s, context_s))
     return step_s, sequence_s, context_s
 
 
@@ -372,18 +345,28 @@ class _Load:
         passed = np.diff(self._times, append=self._times[-1])
         grown = self._growth * passed
         self._contexts = np.cumsum(jumps) + np.cumsum(grown) - grown
-        areas = [self._sequences * passed, (self._contexts + grown / 2) * passed]
+        self._middle, self._passed = self._contexts + grown / 2, passed
+        self.weigh((1.0, 0.0, 0.0))
+
+    def weigh(self, cost: Sequence[float]) -> None:
+        """Means are over decode steps, of which each takes this time. (1, 0, 0): over time."""
+        step_s, sequence_s, context_s = cost
+        seconds = step_s + sequence_s * self._sequences + context_s * self._middle
+        self._rates = 1 / np.maximum(seconds, 1e-9)
+        areas = self._rates * self._passed * [np.ones_like(seconds), self._sequences, self._middle]
         self._areas = np.cumsum(areas, axis=1) - areas
 
     def _until(self, at_s: float) -> Any:
         place = int(np.searchsorted(self._times, at_s, side="right")) - 1
         more_s = at_s - self._times[place]
         contexts = self._contexts[place] + self._growth[place] * more_s / 2
-        return self._areas[:, place] + more_s * np.array([self._sequences[place], contexts])
+        steps = self._rates[place] * more_s
+        return self._areas[:, place] + steps * np.array([1.0, self._sequences[place], contexts])
 
     def mean(self, start_s: float, end_s: float) -> list[float]:
         """Mean sequences and tokens of their contexts; `start_s` is not before the first answer."""
-        return ((self._until(end_s) - self._until(start_s)) / (end_s - start_s)).tolist()
+        steps, sequences, contexts = self._until(end_s) - self._until(start_s)
+        return [float(sequences / steps), float(contexts / steps)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -437,7 +420,6 @@ class MeasuredRun:
     step_s: float
     """Seconds of its train steps, in the mean."""
     staleness: float
-    steps: int
 
 
 def measured_run(folder: Path, *, cores: float) -> MeasuredRun:
@@ -490,13 +472,12 @@ def measured_run(folder: Path, *, cores: float) -> MeasuredRun:
         work=Workload(
             prompt=max(1, prompt),
             answers=config.gconfig.n_samples,
-            recorded=tuple(tuple(one.lengths) for one in known),
+            recorded=tuple(one.lengths for one in known),
             turns=max(1, round(fmean(one.turns for one in known))),
             rejected=tuple(sorted(lost.items())),
         ),
         step_s=(trained[-1]["seconds/elapsed"] - trained[0]["seconds/elapsed"]) / (len(trained) - 1),
         staleness=fmean(row["rollout/staleness_mean"] for row in trained),
-        steps=len(trained),
     )
 
 

@@ -191,6 +191,7 @@ inner.wait()
             assert time.monotonic() < deadline, found
             time.sleep(0.01)
         assert found["server-0"] - found["server-1"] > 60e6
+        assert all(0 < (beat.cpu_s or 0.0) < 200 for beat in made.beats().values())
     finally:
         made.stop(["server-0", "server-1"], 0.0, hurry=lambda: True)
 

@@ -72,7 +72,7 @@ def test_the_cores_that_processes_of_a_run_use():
 def test_more_processes_on_a_machine_have_fewer_threads_each():
     one = setting()
     times = replace(one.times, cores=4)  # two processes with two threads each; with three servers one for each
-    seen = MeasuredRun(config=one.config, times=times, work=one.work, step_s=1.0, staleness=0.0, steps=10)
+    seen = MeasuredRun(config=one.config, times=times, work=one.work, step_s=1.0, staleness=0.0)
     found = adapted(seen, replace(one.config, allocation_mode="native:d3+fsdp:d1"))[0]
     assert (found.server.step_s, found.server.cores) == (2 * times.server.step_s, 0.5 * times.server.cores)
     assert (found.trainer.update_s, found.trainer.cores) == (2 * times.trainer.update_s, 0.5 * times.trainer.cores)
