@@ -22,7 +22,7 @@ from areal.api.config import MicroBatchSpec, TrainEngineConfig
 from areal.api.data import WeightSpec
 from areal.api.engine import ModelRole, ReduceOp
 from areal.api.errors import ConfigError, InputError, StageError
-from areal.api.images import ImageStore
+from areal.api.images import ImageStore, VisionLayout
 from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.pack import token_positions
 from areal.data.prefix_tree import SortedRows
@@ -73,6 +73,7 @@ from areal.models.model_shape import ModelShape
 from areal.models.output_head import has_float32_head, routers_of
 from areal.models.recurrent_layers import choosing_layers, state_layers
 from areal.models.stored_form import StoredPart
+from areal.models.tree_states import continues_state
 from areal.models.vision_layout import read_vision_layout
 from areal.observe.log import get_logger
 
@@ -460,7 +461,7 @@ class FSDPEngine:
 
         reduce_max = checked_ids(batch, vocab_size, all_max, with_candidates=self._model.spec.candidates is not None)
         patches = () if self._vision is None else self._vision.num_patches(batch)
-        rows = rows_that_share(batch) if self._as_trees and batch.num_sequences > 1 else None
+        rows = rows_that_share(batch, self._vision) if self._as_trees and batch.num_sequences > 1 else None
         return plan_micro_batches(batch.sequence_lengths, self._mb_spec, reduce_max, patches, rows), rows
 
     @torch.no_grad()
@@ -569,7 +570,7 @@ def build_fsdp_engine(
         gathers_once=_gathers_once(config, mesh),
         routing=routing,
         repeats_passes=not _draws_in_training(hf_model, config),
-        as_trees=_as_trees(hf_model, config, mesh.dims, mesh.device),
+        as_trees=_as_trees(hf_model, config, mesh.dims, mesh.device, layout),
         vision=vision,
         copies=copies,
         float8=float8,
@@ -595,7 +596,7 @@ def check_model(config: TrainEngineConfig, *, role: ModelRole, dims: ParallelDim
         is_empty=True,
     )
     _require_whole_states(model, dims)
-    _as_trees(model, config, dims, mesh.device)
+    _as_trees(model, config, dims, mesh.device, layout)
     Routing(routers_of(model), model.config.get_text_config(), config)
     # its compiler may be on the machines of the trainers alone
     _prepare(model, replace(config, compile=False), mesh, is_sharded=True)
@@ -623,17 +624,25 @@ def _draws_in_training(hf_model: PreTrainedModel, config: TrainEngineConfig) -> 
     return found or (config.lora is not None and config.lora.dropout > 0)
 
 
-def _as_trees(hf_model: PreTrainedModel, config: TrainEngineConfig, dims: ParallelDims, device: torch.device) -> bool:
+def _as_trees(
+    hf_model: PreTrainedModel,
+    config: TrainEngineConfig,
+    dims: ParallelDims,
+    device: torch.device,
+    vision: VisionLayout | None,
+) -> bool:
     """Whether tokens that rows share are computed once. ConfigError when shared_prefixes=tree cannot be."""
     text = None
     if config.shared_prefixes == "off":
         return False
-    if state_layers(hf_model):
-        text = "has layers that keep a state"
+    compute, text_config = _DTYPES[config.dtype], hf_model.config.get_text_config()
+    layers = {type(layer): layer for layer in state_layers(hf_model).values()}
+    if other := [kind for kind, layer in layers.items() if not continues_state(layer, text_config, device, compute)]:
+        text = f"has {other[0].__name__} layers, whose functions cannot continue a state where rows fork"
     elif choosing_layers(hf_model):
         text = "has layers that choose the tokens that they see"
-    elif getattr(hf_model.config, "vision_config", None) is not None:
-        text = "takes images"
+    elif vision is not None and vision.is_bidirectional:
+        text = "lets the tokens of an image see later ones"
     elif _draws_in_training(hf_model, config):
         text = "draws random numbers for each token, for dropout or routers"
     if text is not None and config.shared_prefixes == "tree":

@@ -33,21 +33,23 @@ SAVED_PER_CALL = 32
 """Minimum number of tokens saved for each length that rows share, which needs a call of attention."""
 
 
-def rows_that_share(batch: TrainBatch) -> SortedRows | None:
+def rows_that_share(batch: TrainBatch, vision: VisionReader | None = None) -> SortedRows | None:
     """The rows of a batch in the order of their tree; None when sharing saves too little.
 
     Tokens are equal when all that the model reads of them, and of all before them, is equal.
     """
-    rows = rows_of(batch)
+    rows = rows_of(batch, vision)
     saved, calls = int(rows.shared.sum()), len(np.unique(rows.shared)) - 1
     return rows if saved and saved >= max(MIN_SAVED * batch.num_tokens, SAVED_PER_CALL * calls) else None
 
 
-def rows_of(batch: TrainBatch) -> SortedRows:
+def rows_of(batch: TrainBatch, vision: VisionReader | None = None) -> SortedRows:
     """The rows of a batch in the order of their tree."""
     bounds = batch.cu_seqlens.numpy()
     keys = batch.input_ids.numpy().astype(np.uint32)
     columns = [batch.columns[ROUTED_EXPERTS].numpy()] if ROUTED_EXPERTS in batch.columns else []
+    if vision is not None and (images := vision.keys(batch)) is not None:
+        columns.append(images)
     for spec in (CANDIDATE_IDS, TEMPERATURES):
         if spec in batch.columns:  # those of a token are at the one before it
             values = np.roll(batch.columns[spec].numpy(), 1, axis=0)
@@ -130,8 +132,8 @@ def plan_micro_batches(
 ) -> list[list[int]]:
     """Sequence indices of each micro-batch: equally many lists on every rank, some may be empty. A collective.
 
-    `rows`: limits count a token that sequences of a micro-batch share once, and those that share most are together.
-
+    `rows`: the limit of tokens counts one that sequences of a micro-batch share once, and those that share most are
+    together.
     `reduce_max`: elementwise maximum of a float64 tensor over all ranks. An error on one rank is raised on every rank.
     `patches`: of the images of each sequence, for mb_spec.max_patches_per_mb.
     """
@@ -139,7 +141,7 @@ def plan_micro_batches(
     limit = spec.max_tokens_per_mb or max(DEFAULT_TOKENS_PER_MB, *_sums(lengths, granularity))
     if spec.max_patches_per_mb and any(patches):  # a patch counts as the tokens that fill a pass as far as it does
         each = [-(-number * limit // spec.max_patches_per_mb) for number in patches]
-        lengths = [max(pair) for pair in zip(lengths, each, strict=True)]
+        lengths, rows = [max(pair) for pair in zip(lengths, each, strict=True)], None
     longest = max(_sums(lengths, granularity))
     uneven = float(len(lengths) % granularity)
     fits = longest <= limit
@@ -265,6 +267,10 @@ def with_images(inputs: ModelInput, batch: TrainBatch | None, reader: VisionRead
         images, positions = reader.of(batch, inputs.input_ids.device)
     if images is None and runs_tower:
         images = reader.without_images(inputs.input_ids)
+    if inputs.tree is not None and images is not None:
+        source = inputs.tree.source
+        images = images.of_tokens(lambda values: values[source])
+        positions = None if positions is None else positions[:, source]
     if images is not None and images.blocks is not None:
         inputs = replace(inputs, layout=replace(inputs.layout, blocks=images.blocks))
     return replace(inputs, images=images, position_ids=inputs.position_ids if positions is None else positions)

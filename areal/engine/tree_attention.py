@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from areal.data.prefix_tree import PrefixTree
+from areal.models.tree_states import Span
 
 PADDED = 1.5
 """The largest ratio of padded to real tokens in a call for several branches."""
@@ -88,15 +89,16 @@ class TreeLayout:
     """Small subtrees and other branches: each token is among the queries of one."""
     contexts: tuple[_Call, ...]
     """Small subtrees and other branches attend to what is before them."""
-    spans: tuple[tuple[int, int], ...]
-    """First token and number of tokens of each branch, in order."""
+    spans: tuple[Span, ...]
+    """Of the branches, in order."""
     ends: Tensor  # [U] int64: the first token after those that have this one before them
     positions: Tensor  # [U] int64: in their rows
 
     @functools.cached_property
     def paths(self) -> list[Tensor]:
         """The tokens of a row up to the end of each branch."""
-        return [torch.nonzero(self.ends[:end] >= end)[:, 0] for end in map(sum, self.spans)]
+        ends = [span.first + span.size for span in self.spans]
+        return [torch.nonzero(self.ends[:end] >= end)[:, 0] for end in ends]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ def tree_layout(tree: PrefixTree, computed: np.ndarray, bounds: np.ndarray, devi
             _Call(_places([one.queries for one in part], device), _places([one.keys for one in part], device))
             for part in contexts
         ),
-        spans=tuple(spans),
+        spans=tuple(Span(*span, one.shared, one.parent) for span, one in zip(spans, tree.branches, strict=True)),
         ends=seen,
         positions=torch.from_numpy(np.concatenate(positions)).to(device),
     )
@@ -312,7 +314,8 @@ def _by_branch(
     repeats = query.shape[1] // key.shape[1]
     columns = [each[0].transpose(0, 1) for each in (key, value)]  # [U, H_kv, D]
     parts: list[Tensor] = []
-    for (_, size), path, q in zip(tree.spans, tree.paths, query.split([n for _, n in tree.spans], dim=2), strict=True):
+    sizes = [span.size for span in tree.spans]
+    for size, path, q in zip(sizes, tree.paths, query.split(sizes, dim=2), strict=True):
         if not size:
             continue
         if window is not None:

@@ -1,11 +1,12 @@
 """Images in the passes of a trainer: which files a micro-batch needs, their numbers, the positions of its tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from areal.api.batch import IMAGE_INDEX, TrainBatch
@@ -21,19 +22,16 @@ class ImageInput:
     layout: VisionLayout
     patches: Tensor  # as `patches_of`, float32
     images: tuple[ImageRef, ...]
-    order: tuple[int, ...]
-    """Number of the image of each run of placeholders; empty = one image for a rank without any."""
-    is_placeholder: Tensor  # [T] bool
+    vector_of: Tensor | None
+    """[T] int64: number of the vector of each placeholder, among those of all images, from 1; 0 at other tokens. None:
+    one image for a rank without any."""
     blocks: Tensor | None = None
     """[T] int64: number of the image of a placeholder, else -1; where the placeholders attend to each other."""
-    chosen: Tensor | None = None
-    """Numbers of the placeholders that this context rank has, among those of the row; None = all."""
 
     def of_tokens(self, own: Callable[[Tensor], Tensor]) -> "ImageInput":
-        """The same for some tokens of the row. `own`: their values, of those of all. Every rank has all images."""
-        is_placeholder = own(self.is_placeholder)
-        numbers = own(self.is_placeholder.cumsum(0) - 1)
-        return replace(self, is_placeholder=is_placeholder, chosen=numbers[is_placeholder])
+        """The same for some tokens of the row, of which the others may be padding. `own`: their values, of those of
+        all. Every rank has all images."""
+        return self if self.vector_of is None else replace(self, vector_of=own(self.vector_of))
 
 
 class VisionReader:
@@ -47,6 +45,20 @@ class VisionReader:
         """Patches of the images of each sequence."""
         sizes = [int(np.prod(image.grid)) for image in batch.images]
         return [sum(sizes[image] for image in row) for row in _rows(batch)]
+
+    def keys(self, batch: TrainBatch) -> np.ndarray | None:
+        """[T] int64: for each placeholder a number that is equal for the same image, else 0. None without images."""
+        rows, bounds = _rows(batch), batch.cu_seqlens.tolist()
+        if not any(rows):
+            return None
+        is_placeholder = batch.input_ids.numpy() == self.layout.image_token_id
+        found = np.zeros(len(is_placeholder), np.int64)
+        for row, start, end in zip(rows, bounds[:-1], bounds[1:], strict=True):
+            places = start + np.flatnonzero(is_placeholder[start:end])
+            numbers = np.repeat(np.array(row, np.int64) + 1, [self.layout.tokens_of(batch.images[one]) for one in row])
+            count = min(len(places), len(numbers))  # `of` raises the error where these differ
+            found[places[:count]] = numbers[:count]
+        return found
 
     def of(self, batch: TrainBatch, device: torch.device) -> tuple[ImageInput | None, Tensor | None]:
         """The images of a micro-batch and, if they have three dimensions, its positions [3, T] int64; else None.
@@ -90,18 +102,23 @@ class VisionReader:
     def _input(
         self, patches: np.ndarray, images: list[ImageRef], order: tuple[int, ...], ids: Tensor, device: torch.device
     ) -> ImageInput:
-        is_placeholder = (ids == self.layout.image_token_id).to(device)
-        blocks = None
-        if self.layout.is_bidirectional and order:
-            blocks = torch.full_like(ids, -1, device=device)
-            sizes = torch.tensor([self.layout.tokens_of(images[image]) for image in order], device=device)
-            blocks[is_placeholder] = torch.arange(len(order), device=device).repeat_interleave(sizes)
+        blocks, vector_of = None, None
+        if order:
+            is_placeholder = (ids == self.layout.image_token_id).to(device)
+            sizes = [self.layout.tokens_of(image) for image in images]
+            firsts = np.cumsum([1, *sizes])
+            vectors = np.concatenate([np.arange(sizes[image]) + firsts[image] for image in order])
+            vector_of = torch.zeros_like(ids, device=device)
+            vector_of[is_placeholder] = torch.from_numpy(vectors).to(device)
+            if self.layout.is_bidirectional:
+                blocks = torch.full_like(ids, -1, device=device)
+                numbers = np.repeat(np.arange(len(order)), [sizes[image] for image in order])
+                blocks[is_placeholder] = torch.from_numpy(numbers).to(device)
         return ImageInput(
             layout=self.layout,
             patches=torch.from_numpy(patches).to(device),
             images=tuple(images),
-            order=order,
-            is_placeholder=is_placeholder,
+            vector_of=vector_of,
             blocks=blocks,
         )
 
@@ -130,24 +147,18 @@ def embedded(model: nn.Module, embeddings: Tensor, images: ImageInput) -> tuple[
         inputs.append(torch.tensor([image.grid for image in images.images], device=patches.device))
     found = cast("Any", model).get_image_features(*inputs, return_dict=True)
     joined = torch.cat([each.flatten(0, -2) for each in found.pooler_output])
-    vectors = joined.split([layout.tokens_of(image) for image in images.images])
-    deep: list[tuple[Tensor, ...]] = list(getattr(found, "deepstack_features", None) or [])
-    if not images.order:  # the tower ran as on the other ranks, without an effect
-        nothing = torch.stack([each.sum() for layer in (vectors, *deep) for each in layer]).sum() * 0.0
+    deep = [torch.cat(list(layer)) for layer in getattr(found, "deepstack_features", None) or []]
+    if images.vector_of is None:  # the tower ran as on the other ranks, without an effect
+        nothing = torch.stack([each.sum() for each in (joined, *deep)]).sum() * 0.0
         return embeddings + nothing.to(embeddings.dtype), {}
-    values = _of_placeholders(vectors, images).to(embeddings.dtype)
-    place = images.is_placeholder[None, :, None]
-    more = {}
+    is_placeholder = images.vector_of > 0
+    numbers = images.vector_of[is_placeholder] - 1
+    values = F.embedding(numbers, joined).to(embeddings.dtype)
+    more: dict[str, Any] = {}
     if deep:
-        more["visual_pos_masks"] = images.is_placeholder[None]
-        more["deepstack_visual_embeds"] = [_of_placeholders(layer, images) for layer in deep]
-    return embeddings.masked_scatter(place, values), more
-
-
-def _of_placeholders(vectors: Sequence[Tensor], images: ImageInput) -> Tensor:
-    """The vector of each placeholder, of those of each image."""
-    values = torch.cat([vectors[image] for image in images.order])
-    return values if images.chosen is None else values[images.chosen]
+        more["visual_pos_masks"] = is_placeholder[None]
+        more["deepstack_visual_embeds"] = [F.embedding(numbers, layer) for layer in deep]
+    return embeddings.masked_scatter(is_placeholder[None, :, None], values), more
 
 
 def _rows(batch: TrainBatch) -> list[list[int]]:

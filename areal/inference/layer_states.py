@@ -22,7 +22,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from areal.inference.prefix_cache import Snapshots
 from areal.inference.scheduler import Sequence, Status
-from areal.models.recurrent_layers import cache_parameter, for_each_sequence, require_native, state_layers
+from areal.models.recurrent_layers import for_each_sequence, require_native, state_layers
+from areal.models.tree_states import cache_parameter
 
 _NO_LIMIT = (0.0, math.inf)
 _TRIAL = (3, 2)

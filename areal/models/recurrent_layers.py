@@ -21,13 +21,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.errors import ConfigError
+from areal.models.tree_states import Span, StateCalls, cache_parameter, for_each_part, is_one_call, state_calls
 
 _CACHES = {"cache_params", "past_key_values", "state"}
 """Parameters of the forward function of a module that continues a sequence."""
-_CHUNK, _PADDED = 64, 1.5
-"""Tokens of a chunk of linear attention, and the largest ratio of padded to real tokens in a call."""
 _PROBE = (3, 5)
 """Tokens of the two sequences with which a layer is tested."""
+
+
+class Branches(Protocol):
+    """A row that is a prefix tree."""
+
+    @property
+    def spans(self) -> Sequence[Span]: ...
 
 
 class SequenceBorders(Protocol):
@@ -40,6 +46,8 @@ class SequenceBorders(Protocol):
         """(first token, number of sequences, tokens of each) of neighbours with equal length."""
         ...
 
+    @property
+    def tree(self) -> Branches | None: ...
     @property
     def is_probe(self) -> bool: ...
 
@@ -63,12 +71,6 @@ def state_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
             found[name] = module
     of_attention = {part for module in choosing_layers(model) for part in module.modules()}  # indexers
     return {name: layer for name, layer in found.items() if layer not in of_attention and not _calls_attention(layer)}
-
-
-def cache_parameter(layer: nn.Module) -> str | None:
-    """The parameter by which a layer takes a `Cache` of transformers; None: it keeps its state otherwise."""
-    names = inspect.signature(type(layer).forward).parameters
-    return next((name for name in ("cache_params", "past_key_values") if name in names), None)
 
 
 def require_native(model: PreTrainedModel) -> None:
@@ -149,10 +151,12 @@ class PackedStates:
         chunk_of = choosing_layers(model)
         self.choosing = list(chunk_of)
         self._layout: SequenceBorders | None = None
+        self._tree_calls: StateCalls | None = None
+        self._config = model.config.get_text_config()
         if self.layers or chunk_of:
             model.get_decoder().register_forward_pre_hook(self._remember, with_kwargs=True)
         can_reset = {
-            kind: device.type != "cpu" and resets_state(kind, model.config.get_text_config(), device, dtype)
+            kind: device.type != "cpu" and resets_state(kind, self._config, device, dtype)
             for kind in {type(layer) for layer in self.layers}
         }
         for layer, chunk in chunk_of.items():
@@ -162,19 +166,32 @@ class PackedStates:
             for name, buffer in layer._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
                     layer._buffers[name] = buffer.to(dtype)
-            run = self._with_borders if can_reset[type(layer)] else self._each_sequence
-            forward = functools.partial(run, layer.forward)
+            run = _with_borders if can_reset[type(layer)] else _each_sequence
+            forward = functools.partial(self._of_row, layer, layer.forward, run)
             layer.forward = torch.compiler.disable(forward) if in_compiled else forward
 
     def _remember(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Not every block passes the layout of the row to its parts. Blocks that are computed again in the backward
         pass are those of the last row."""
-        self._layout = kwargs.get("layout")
+        layout: SequenceBorders | None = kwargs.get("layout")
+        self._layout, self._tree_calls = layout, None
+        if layout is not None and layout.tree is not None and self.layers:
+            self._tree_calls = state_calls(layout.tree.spans, layout.cu_seqlens.device)
 
-    def _with_borders(self, forward: Callable[..., Any], *args: Any, layout: object = None, **kwargs: Any) -> Any:
+    def _of_row(
+        self,
+        layer: nn.Module,
+        forward: Callable[..., Any],
+        run: Callable[..., Any],
+        *args: Any,
+        layout: object = None,
+        **kwargs: Any,
+    ) -> Any:
         if self._layout is None or self._layout.is_probe:
             return forward(*args, **kwargs)
-        return forward(*args, **kwargs, **_borders(self._layout.cu_seqlens))
+        if self._tree_calls is not None:
+            return for_each_part(layer, forward, self._tree_calls, args, kwargs, self._config)
+        return run(forward, self._layout, args, kwargs)
 
     def _with_masks(
         self, forward: Callable[..., Any], chunk: int | None, *args: Any, layout: Any = None, **kwargs: Any
@@ -191,10 +208,17 @@ class PackedStates:
             return masked(*args, **kwargs)
         return for_each_sequence(masked, neighbours(layout.runs), args, kwargs)
 
-    def _each_sequence(self, forward: Callable[..., Any], *args: Any, layout: object = None, **kwargs: Any) -> Any:
-        if self._layout is None or self._layout.is_probe:
-            return forward(*args, **kwargs)
-        return for_each_sequence(forward, neighbours(self._layout.runs), args, kwargs)
+
+def _with_borders(
+    forward: Callable[..., Any], layout: SequenceBorders, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return forward(*args, **kwargs, **_borders(layout.cu_seqlens))
+
+
+def _each_sequence(
+    forward: Callable[..., Any], layout: SequenceBorders, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return for_each_sequence(forward, neighbours(layout.runs), args, kwargs)
 
 
 def neighbours(runs: Sequence[tuple[int, int, int]]) -> list[list[int]]:
@@ -204,8 +228,7 @@ def neighbours(runs: Sequence[tuple[int, int, int]]) -> list[list[int]]:
     for _, count, length in runs:
         own = [length] * count
         both = [*found[-1], *own] if found else own
-        padded = max(both) * len(both)
-        if found and padded <= _PADDED * sum(both) and len({-(-each // _CHUNK) for each in both}) == 1:
+        if found and is_one_call(both):
             found[-1] = both
         else:
             found.append(own)

@@ -8,6 +8,7 @@ import pytest
 
 from areal.data import prefix_tree
 from areal.engine import micro_batch
+from areal.models import tree_states
 from tests.engine import engine_cases
 
 
@@ -30,3 +31,4 @@ def shares_in_small_rows(monkeypatch) -> None:
     """Tokens are shared even if that saves fewer than an additional call of attention costs."""
     monkeypatch.setattr(micro_batch, "SAVED_PER_CALL", 0)
     monkeypatch.setattr(prefix_tree, "MIN_SHARED", 1)
+    monkeypatch.setattr(tree_states, "MIN_PART", 2)
