@@ -390,7 +390,8 @@ def on_two_ranks(mesh, folder) -> dict[str, float]:
     batch = batch_of(LONG_ROWS)
     own = take(batch, balanced_parts(batch.sequence_lengths, 2)[mesh.rank])
     options = {"mb_spec": MicroBatchSpec(max_tokens_per_mb=40), "shared_prefixes": "tree"}
-    engine = engine_cases.make_engine(folder / "models" / "qwen3", mesh, **options)
+    (path,) = (folder / "models").iterdir()
+    engine = engine_cases.make_engine(path, mesh, **options)
     logprobs = engine.forward(own).logprobs
     metrics = engine_cases.train(engine, own)
     save_file(engine_cases.weights_of(engine) | {"logprobs": logprobs}, folder / f"tree-{mesh.rank}")
@@ -400,11 +401,13 @@ def on_two_ranks(mesh, folder) -> dict[str, float]:
 LONG_ROWS = [[*range(14), *[fork] * 3, *range(5), row] for fork in (14, 15) for row in range(16, 22)]
 
 
-def test_two_ranks_learn_what_one_learns_from_separate_rows(models, tmp_path):
-    engine_cases.write_models(tmp_path / "models")
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+def test_two_ranks_learn_what_one_learns_from_separate_rows(tmp_path, family):
+    path = tmp_path / "models" / family
+    small_model(family).save_pretrained(path)
     run_ranks(on_two_ranks, tmp_path)
     batch = batch_of(LONG_ROWS)
-    engine = engine_cases.make_engine(tmp_path / "models" / "qwen3", shared_prefixes="off")
+    engine = engine_cases.make_engine(path, shared_prefixes="off")
     logprobs = engine.forward(batch).logprobs.split(batch.sequence_lengths)
     engine_cases.train(engine, batch)
     for rank, part in enumerate(balanced_parts(batch.sequence_lengths, 2)):
