@@ -596,7 +596,8 @@ def check_model(config: TrainEngineConfig, *, role: ModelRole, dims: ParallelDim
         is_empty=True,
     )
     _require_whole_states(model, dims)
-    _as_trees(model, config, dims, mesh.device, layout)
+    if config.shared_prefixes == "tree":
+        _as_trees(model, config, dims, mesh.device, layout)
     Routing(routers_of(model), model.config.get_text_config(), config)
     # its compiler may be on the machines of the trainers alone
     _prepare(model, replace(config, compile=False), mesh, is_sharded=True)
@@ -632,23 +633,23 @@ def _as_trees(
     vision: VisionLayout | None,
 ) -> bool:
     """Whether tokens that rows share are computed once. ConfigError when shared_prefixes=tree cannot be."""
-    text = None
-    if config.shared_prefixes == "off":
+    is_asked = config.shared_prefixes == "tree"
+    if not is_asked and (config.shared_prefixes == "off" or device.type != "cpu" or dims.cp > 1):
         return False
-    compute, text_config = _DTYPES[config.dtype], hf_model.config.get_text_config()
-    layers = {type(layer): layer for layer in state_layers(hf_model).values()}
-    if other := [kind for kind, layer in layers.items() if not continues_state(layer, text_config, device, compute)]:
-        text = f"has {other[0].__name__} layers, whose functions cannot continue a state where rows fork"
-    elif choosing_layers(hf_model):
+    text, compute, text_config = None, _DTYPES[config.dtype], hf_model.config.get_text_config()
+    if choosing_layers(hf_model):
         text = "has layers that choose the tokens that they see"
     elif vision is not None and vision.is_bidirectional:
         text = "lets the tokens of an image see later ones"
     elif _draws_in_training(hf_model, config):
         text = "draws random numbers for each token, for dropout or routers"
-    if text is not None and config.shared_prefixes == "tree":
+    for kind, layer in {type(layer): layer for layer in state_layers(hf_model).values()}.items():
+        if text is None and not continues_state(layer, text_config, device, compute):
+            text = f"has {kind.__name__} layers, whose functions cannot continue a state where rows fork"
+    if text is not None and is_asked:
         message = f"shared_prefixes=tree: {type(hf_model).__name__} {text}: use auto or off"
         raise ConfigError(message, code="model.unsupported")
-    return text is None and dims.cp == 1 and (device.type == "cpu" or config.shared_prefixes == "tree")
+    return text is None
 
 
 def _optimizer(

@@ -128,8 +128,6 @@ def state_calls(spans: Sequence[Span], device: torch.device) -> StateCalls:
     for group in [*groups, *last]:
         group = sorted(group, key=lambda one: place_of[parts[one].after])
         width = max(2, *(len(parts[one].tokens) for one in group))
-        if parts[group[0]].is_continued:
-            width = len(parts[group[0]].tokens)
         index = np.stack([np.pad(parts[one].tokens, (0, width - len(parts[one].tokens)), "edge") for one in group])
         sources: dict[int, list[int]] = defaultdict(list)
         for row, one in enumerate(group):
