@@ -19,11 +19,12 @@ from areal.api.data import GenerationRequest, GenerationResponse, TokenChunk, Tr
 from areal.api.engine import InferenceEngine, InferenceFleet
 from areal.api.errors import InputError
 from areal.api.workflow import EPISODE_ID, RolloutWorkflow
+from areal.data.prompt_stream import PromptStream
 from areal.ledger.event_files import PayloadReader, open_reader
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import read_table
 from areal.ledger.state import Event
-from areal.planner.simulation import NoRows, Outcome, RecordingLog, checked_for_plan
+from areal.planner.simulation import Outcome, RecordingLog, checked_for_plan
 from areal.planner.virtual_loop import run_virtual
 from areal.rollout.controller import Controller
 from areal.system.run_paths import RunPaths
@@ -127,7 +128,9 @@ def repeated(folder: Path) -> tuple[Decisions, Decisions]:
 
 async def _repeat(config: PPOConfig, events: Sequence[Event], payloads: PayloadReader) -> list[Event]:
     outcome, workflow, fleet, started = Outcome(), _Workflow(), _Fleet(), events[0]
-    rows = NoRows.stream(started["num_rows"], seed=started["seed"], batch_size=started["batch_size"])
+    rows = PromptStream[dict[str, Any]](
+        [{}] * started["num_rows"], seed=started["seed"], batch_size=started["batch_size"]
+    )
     ledger = Ledger(RecordingLog(outcome, keeps=True), read_payload=lambda where: b"")
     controller = Controller(
         checked_for_plan(config, 1),

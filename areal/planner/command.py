@@ -80,7 +80,10 @@ def _sources(given: argparse.Namespace) -> tuple[PPOConfig, MeasuredRun | None]:
         raise ConfigError("areal plan needs --config FILE, or --from RUN with its own", code="plan.no_config")
     files = given.config or [str(given.run / "config.yaml")]
     config_words = [word for path in files for word in ("--config", path)] + given.overrides
-    config = _load(config_words, is_own=given.config is None)
+    config = load_experiment(config_words, allow_unknown_top_level=given.config is None, is_quiet=True)
+    if not isinstance(config, PPOConfig):
+        message = "areal plan simulates runs with rollouts: use a configuration with an actor"
+        raise ConfigError(message, code="plan.no_rollouts")
     if config.allocation.inference is None:
         text = f"allocation_mode={config.allocation_mode} has no servers: a plan needs them"
         raise ConfigError(text, code="plan.no_servers")
@@ -107,14 +110,6 @@ def setting_of(config: PPOConfig, times: ServiceTimes, work: Workload) -> Settin
         steps=steps_for(config.rollout.max_head_offpolicyness),
     )
     return replace(setting, unit=unit_of(setting))
-
-
-def _load(words: Sequence[str], *, is_own: bool) -> PPOConfig:
-    config = load_experiment(words, allow_unknown_top_level=is_own, is_quiet=True)
-    if not isinstance(config, PPOConfig):
-        message = "areal plan simulates runs with rollouts: use a configuration with an actor"
-        raise ConfigError(message, code="plan.no_rollouts")
-    return config
 
 
 def _measured(given: argparse.Namespace, config: PPOConfig) -> MeasuredRun:

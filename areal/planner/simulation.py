@@ -78,7 +78,6 @@ class StepFigures:
     """Virtual time of its report."""
     wait_batch_s: float
     wait_servers_s: float
-    train_s: float
     tokens: float
     """Of the batch, prompts included."""
     staleness: float
@@ -267,7 +266,7 @@ async def _simulate(setting: Setting, *, keeps_events: bool) -> Outcome:
     fleet = Fleet(cast(NameRegistry, registry), setting.servers, config.rollout, connect)
     log, workflow = RecordingLog(outcome, keeps=keeps_events), SimulatedWorkflow(setting)
     batch_size = config.train_dataset.batch_size
-    rows = NoRows.stream(batch_size, seed=setting.seed, batch_size=batch_size)
+    rows = PromptStream[dict[str, Any]]([{}] * batch_size, seed=setting.seed, batch_size=batch_size)
     ledger = Ledger(log, read_payload=lambda where: b"", clock=asyncio.get_running_loop().time)
     controller = Controller(config, fleet=fleet, workflow=workflow, rows=rows, ledger=ledger, total_steps=setting.steps)
     await controller.start()
@@ -296,23 +295,6 @@ async def _simulate(setting: Setting, *, keeps_events: bool) -> Outcome:
         await controller.close()
         await asyncio.gather(*tasks, return_exceptions=True)
     return outcome
-
-
-class NoRows(Sequence[dict[str, Any]]):
-    """Rows of a dataset: nothing but their number."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    @classmethod
-    def stream(cls, count: int, *, seed: int, batch_size: int) -> PromptStream[dict[str, Any]]:
-        return PromptStream(cls(count), seed=seed, batch_size=batch_size)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        return {"index": index}
 
 
 async def _lose(lost: LostServer, servers: dict[str, SimulatedServer], registry: Registrations) -> None:
@@ -367,7 +349,6 @@ class _Trainer:
                 end_s=loop.time(),
                 wait_batch_s=got_s - began_s,
                 wait_servers_s=waited_s,
-                train_s=loop.time() - got_s - waited_s,
                 tokens=tokens,
                 staleness=record.stats["staleness_mean"],
                 by_staleness=by_staleness,
