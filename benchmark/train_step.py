@@ -25,7 +25,8 @@ contain 90% of the ratios of rounds that are drawn again at random.
 
 With --tree: seconds of a step of one process over the answers of `tree_shapes.json`, whose turns fork (`branches`: the
 different ones of each turn), its CPU seconds, MiB that the step adds, and CPU seconds of a step over rows that share
-nothing. --versus measures another commit in turn, and prints the ratios and what contains 90% of them.
+nothing. --versus measures another commit in turn, and prints the ratios and what contains 90% of them. With --states N:
+CPU seconds of a step of a Qwen3.5 of 24M parameters over N of these answers as a tree, and over separate rows.
 
 `packed_qwen3_5` compares a packed row of a Qwen3.5 of log-normal lengths with the padded batch in transformers.
 
@@ -295,20 +296,25 @@ def uneven_lengths(sequences: int, tokens: int) -> list[int]:
     return (draws * (tokens / draws.sum())).clamp(min=2).int().tolist()
 
 
-def run_packed(*, tiny: bool, sequences: int, tokens: int, rounds: int) -> dict[str, float]:
-    """CPU seconds of the passes of a Qwen3.5 over a packed row in areal, and over the padded batch in transformers, in
-    turn in one process; and the largest difference of their gradients."""
-    torch.set_num_threads(1)
+def qwen3_5(longest: int, *, tiny: bool) -> Qwen3_5TextConfig:
     kinds = ["linear_attention", "linear_attention", "full_attention"]
     shape = (TINY | {"num_hidden_layers": 3}) if tiny else SHAPE
     size = shape["head_dim"]
     linear = {"linear_num_key_heads": 8, "linear_num_value_heads": 8, "linear_key_head_dim": size}
     linear |= {"linear_value_head_dim": size, "layer_types": kinds * (shape["num_hidden_layers"] // 3)}
+    return Qwen3_5TextConfig(**shape, **linear, tie_word_embeddings=True, max_position_embeddings=longest)
+
+
+def run_packed(*, tiny: bool, sequences: int, tokens: int, rounds: int) -> dict[str, float]:
+    """CPU seconds of the passes of a Qwen3.5 over a packed row in areal, and over the padded batch in transformers, in
+    turn in one process; and the largest difference of their gradients."""
+    torch.set_num_threads(1)
     lengths = uneven_lengths(sequences, tokens)
-    rest: dict[str, Any] = {"tie_word_embeddings": True, "max_position_embeddings": max(lengths)}
+    model_config = qwen3_5(max(lengths), tiny=tiny)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**shape, **linear, **rest)).train()
-    rows = [[(7 * place + row) % shape["vocab_size"] for place in range(size)] for row, size in enumerate(lengths)]
+    model = AutoModelForCausalLM.from_config(model_config).train()
+    vocabulary = model_config.vocab_size
+    rows = [[(7 * place + row) % vocabulary for place in range(size)] for row, size in enumerate(lengths)]
     batch = rows_to_train_batch(rows, [[0, *[1] * (len(row) - 1)] for row in rows])
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     seen = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
@@ -371,6 +377,29 @@ def forked_rows(shape: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]
     return rows, [[0] * len(prompt) + mask * len(turns) for _ in rows]
 
 
+def run_states(*, tiny: bool, answers: int) -> dict[str, float]:
+    """CPU seconds of a step of a Qwen3.5 over answers of `tree_shapes.json`, as a tree and as separate rows."""
+    torch.set_num_threads(1)
+    shape = json.loads((Path(__file__).parent / "tree_shapes.json").read_text())
+    if tiny:
+        shape |= {"prompt_tokens": 20, "turn_tokens": 8, "trained_tokens": 5}
+    rows, masks = (each[:: len(each) // answers] for each in forked_rows(shape))
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = qwen3_5(len(rows[0]), tiny=tiny)
+        model.save_pretrained(folder)
+        batch = rows_to_train_batch([[token % model.vocab_size for token in row] for row in rows], masks)
+        work = Work(len(batch.input_ids), len(rows), 0, 1)
+        for kind, name in (("tree", "tree"), ("off", "rows")):
+            config = TrainEngineConfig(
+                path=folder, init_from_scratch=True, dtype="float32", optimizer=OptimizerConfig(), shared_prefixes=kind
+            )
+            engine = TRAIN_ENGINES["fsdp"](config, role="actor", total_steps=9, mesh=TrainerMesh.open(None), seed=0)
+            _step(engine, take(batch, [0]), work)
+            found[f"{name}_cpu_s"] = _step(engine, batch, work)["cpu_seconds"]
+    return found | {"rows_over_tree": found["rows_cpu_s"] / found["tree_cpu_s"], "tokens": len(batch.input_ids)}
+
+
 def run_tree(*, tiny: bool, dtype: str) -> dict[str, float]:
     torch.set_num_threads(1)
     shape = json.loads((Path(__file__).parent / "tree_shapes.json").read_text())
@@ -410,6 +439,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join([*CASES, PACKED]), help="names of rows: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="a small model, to test this script")
     parser.add_argument("--tree", action="store_true", help="a step over answers that share turns")
+    parser.add_argument("--states", type=int, metavar="N", help="N answers as a tree and as rows, of a Qwen3.5")
     parser.add_argument("--dtype", default="float32", help="of --tree: %(default)s")
     parser.add_argument("--versus", metavar="REV", help="with --tree: a commit, measured in turn with this tree")
     parser.add_argument("--rounds", type=int, default=5, help="of --versus")
@@ -417,6 +447,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.states:
+        print(json.dumps(run_states(tiny=args.tiny, answers=args.states)))
+        return
     if args.tree:
         words = ["--tree", "--one", "--dtype", args.dtype, *(["--tiny"] if args.tiny else [])]
         own = args.one or args.versus is None
