@@ -272,7 +272,7 @@ def _served_bytes(config: PPOConfig, on_gpu: bool) -> int | None:
     states = shape.states * size
     kept = states * (native.max_running_requests + native.num_snapshots(states, weights))
     held = max(copies * weights + packed, loaded)  # quantised once they are loaded
-    if config.actor.weight_update_mode == "delta_xccl" and not on_gpu:  # as they are published
+    if config.actor.sends_deltas and not on_gpu:  # as they are published
         held += shape.parameters * _ELEMENT_BYTES[config.actor.dtype]
     return held + kept + (native.max_total_tokens or (0 if on_gpu else default)) * per_token
 

@@ -124,8 +124,17 @@ class WeightRoutes:
 
     async def _update_from_disk(self, request: web.Request) -> web.StreamResponse:
         body = await read_json(request, FolderBody)
-        receive = partial(self._engine.weights.receive_folder, Path(body.model_path))
+        folder, held = Path(body.model_path), self._puller.held
+        in_memory = held is not None and held.offered.path == folder
+        receive = self._receive_held if in_memory else self._engine.weights.receive_folder
+        receive = partial(receive, folder)
         return await self._receive(receive, body, aborts=body.abort_all_requests)
+
+    def _receive_held(self, folder: Path) -> None:
+        with self._puller.reading(folder) as contents:
+            if contents is None:
+                raise RequestError(f"{folder} is another version by now", code="weights.bad_folder")
+            self._engine.weights.receive_contents(contents)
 
     async def _update_from_distributed(self, request: web.Request) -> web.StreamResponse:
         body = await read_json(request, BucketBody)
@@ -482,7 +491,7 @@ async def serve(
     native = options.native
     path = resolve_model_path(native.model_path)
     seeds = seed_source(native.random_seed + options.index)
-    puller = FolderPuller(options.token)
+    puller = FolderPuller(options.token, in_memory=True)
     guard = RequestGuard(options.token, options.host)
     app = ServerApp(model_path=str(path), draw_seed=seeds, guard=guard, puller=puller)
     detokenizer = load_detokenizer(path)

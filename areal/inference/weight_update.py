@@ -12,6 +12,7 @@ from typing import Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -32,6 +33,7 @@ from areal.weights.update_group import (
     is_finite,
     open_store,
 )
+from areal.weights.weight_files import tensors_of
 from areal.weights.weight_image import WeightImage
 
 
@@ -192,6 +194,15 @@ class ServedWeights:
             # One request: a file can be wrong in any way.
             message = f"the checkpoint folder cannot be read: {str(error) or type(error).__name__}"
             raise RequestError(message, code="weights.bad_folder") from error
+
+    def receive_contents(self, contents: Mapping[str, NDArray[np.uint8]]) -> None:
+        """Receive a safetensors checkpoint whose files are in memory. RequestError when it is not one of this model."""
+        self._received, self._changes = {}, None
+        with self._on_own_stream():
+            for file, content in contents.items():
+                for name, value in tensors_of(content) if file.endswith(".safetensors") else ():
+                    self.check(name, list(value.shape))
+                    self.receive_value(name, value)
 
     def _checked_files(self, folder: Path) -> list[Path]:
         """The weight files of a checkpoint that has every weight of the model in its shape, by its headers."""

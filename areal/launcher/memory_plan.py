@@ -262,13 +262,14 @@ def _accumulates(config: BaseExperimentConfig, tokens: int) -> bool:
 
 def published_bytes(config: BaseExperimentConfig) -> tuple[int, int]:
     """Host memory for the weights that were published last (actor.weight_update_mode=delta...): of rank 0, and of a
-    server on a GPU."""
+    native server on a GPU."""
     if not isinstance(config, PPOConfig) or not config.actor.sends_deltas:
         return 0, 0
     shape = ModelShape.read(config.actor.path)
     size = 0 if shape is None else shape.parameters * (2 if config.actor.dtype == "bfloat16" else 4)
     # Rank 0 packs differences for a collective in memory: in all at most as large as the weights.
-    return (2 * size, size) if config.actor.weight_update_mode == "delta_xccl" else (size, 0)
+    of_rank_0 = 2 * size if config.actor.weight_update_mode == "delta_xccl" else size
+    return of_rank_0, size if config.server_backend == "native" else 0
 
 
 def memory_texts(config: BaseExperimentConfig, plan: LaunchPlan) -> dict[str, str]:

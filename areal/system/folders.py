@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import BinaryIO, Self
 from urllib.parse import urlsplit
 
+import numpy as np
 from aiohttp import web
+from numpy.typing import NDArray
 
 from areal.api.errors import ArealError, InputError, RequestError, WeightSyncError
-from areal.system.durable import COMPLETE, is_complete, publish_folder
-from areal.system.folder_delta import rebuild
+from areal.system.durable import COMPLETE, is_complete, publish_folder, writing_folder
+from areal.system.folder_delta import change, rebuild
 from areal.system.http_guard import RequestGuard, guarded
 from areal.system.network import BACKLOG, Host, http_address, is_trainer, listen, store_prefix
 from areal.system.process import in_daemon_thread
@@ -194,6 +196,18 @@ KEPT = 2
 """Folders that stay: the newest, and the one before, which another server of this machine may still read."""
 
 
+def write_folder(files: Mapping[str, NDArray[np.uint8]], folder: Path) -> None:
+    """Write a complete folder with these files unless it is there. It does not survive a power failure."""
+    if is_complete(folder):
+        return
+    writing = writing_folder(folder)
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir()
+    for name, data in files.items():
+        data.tofile(writing / name)
+    publish_folder(writing, folder, sum_up=False, sync=False)
+
+
 @dataclass(frozen=True, slots=True)
 class OfferedFolder:
     path: Path
@@ -297,6 +311,7 @@ LIST = ".list"
 """File in a copy: the list by which others verify what they copy from here."""
 SHARED = "file://"
 _READ_BYTES = 2**20
+_OTHER_WEIGHTS = "the differences made other weights"
 
 
 class _Cut(Exception):
@@ -322,19 +337,31 @@ class Pulled:
     """Received by this process, differences included."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeldFolder:
+    """A folder in memory."""
+
+    offered: OfferedFolder
+    files: dict[str, NDArray[np.uint8]]
+
+
 class FolderPuller:
     """The folders that servers of a run on this machine have pulled. Its methods block; any thread may call them."""
 
-    def __init__(self, token: str, environ: Mapping[str, str] | None = None) -> None:
-        """`token`: the run's. `environ`: has the addresses of the trainers, the only ones that are asked."""
-        self._token = token
+    def __init__(self, token: str, environ: Mapping[str, str] | None = None, *, in_memory: bool = False) -> None:
+        """`token`: the run's. `environ`: has the addresses of the trainers, the only ones that are asked. `in_memory`:
+        a folder that is made by differences stays in the memory of this process, whose next version changes it."""
+        self._token, self._in_memory = token, in_memory
         self._environ = os.environ if environ is None else environ
         self._lock = threading.Lock()
         self._local: LocalFolder | None = None
         self._offered: dict[str, OfferedFolder] = {}  # The folder that was requested last.
+        self.held: HeldFolder | None = None
+        """The folder in memory. Its files change while `_lock` is held: `reading` is for those who read them."""
 
     def pull(self, url: str, mirrors: Sequence[str] = (), deltas: Mapping[str, str] | None = None) -> Pulled:
-        """The local copy of the folder at `url`, complete and verified. Processes of one machine share it.
+        """The local copy of the folder at `url`, complete and verified. Processes of one machine share it, unless it is
+        in memory: see `reading`.
 
         `mirrors`: addresses of the same folder on other servers of the run, which are asked first.
         `deltas`: name of an earlier folder -> address of the difference to the next one, the last to this one. The
@@ -349,28 +376,24 @@ class FolderPuller:
             if self._local is None:
                 self._local = LocalFolder(store_prefix(self._token, "pulled weights")[:24])
             final = self._local.path / match[0]
-            while not is_complete(final):
-                with exclusive(self._local.path / ".pulling") as is_held:
-                    if is_held and not is_complete(final):
-                        transfers.append(transfer := _Transfer([*usable, url], match, self._token))
-                        try:
-                            problem = self._rebuild(transfer, unfinished(final), deltas or {}, transfers)
-                            transfer.run(final)
-                        except RequestError as error:
-                            if not (problem or transfer.proven):
-                                raise
-                            message = f"the differences failed ({problem or 'they made other weights'}), and {error}"
-                            raise RequestError(message, code="weights.bad_delta") from error
-                        except OSError as error:
-                            text = error.strerror or error
-                            message = f"the weights cannot be written to {self._local.path}: {text}"
-                            raise WeightSyncError(message, code="weights.pull_failed") from error
-                        if transfer.proven and transfer.num_copied:
-                            problem = f"the differences made other weights: {transfer.num_copied} bytes were copied"
-                        _remove_old(self._local.path, final)
-                if not is_held:
-                    time.sleep(_POLL_S)  # another process of this machine pulls it
-            os.utime(final)
+            try:
+                if self._in_memory and deltas and not (self._is_held(final) or is_complete(final)):
+                    problem, deltas = self._change(url, final, deltas, transfers), {}
+                while not (self._is_held(final) or is_complete(final)):
+                    with exclusive(self._local.path / ".pulling") as is_exclusive:
+                        if is_exclusive and not is_complete(final):
+                            transfers.append(transfer := _Transfer([*usable, url], match, self._token))
+                            problem = problem or self._rebuild(transfer, unfinished(final), deltas or {}, transfers)
+                            problem = _copy(transfer, final, problem)
+                            _remove_old(self._local.path, final)
+                    if not is_exclusive:
+                        time.sleep(_POLL_S)  # another process of this machine pulls it
+                if not self._is_held(final):
+                    os.utime(final)
+            except OSError as error:
+                text = error.strerror or error
+                message = f"the weights cannot be written to {self._local.path}: {text}"
+                raise WeightSyncError(message, code="weights.pull_failed") from error
         return Pulled(final, problem, sum(each.num_copied for each in transfers))
 
     def _name_in(self, url: str) -> re.Match[str]:
@@ -388,25 +411,17 @@ class FolderPuller:
     ) -> str:
         """Fill the `folder` of the transfer `whole` from an earlier one and the differences since then, whose transfers
         are appended. Returns why it is not filled although an earlier one is here. OSError when it cannot write."""
-        root = folder.parent
-        shared = whole.addresses[-1].removeprefix(SHARED)
-        roots = [Path(shared).parent, root] if shared != whole.addresses[-1] else [root]
-        bases = [parent / base for base in deltas if _NAME.fullmatch(base) for parent in roots]
-        if not (here := list(filter(is_complete, bases))):
+        if (base := self._newest_base(whole.addresses[-1], folder.parent, deltas)) is None:
             return ""
-        names = list(deltas)[list(deltas).index(here[-1].name) :]
         fetched: list[Path] = []
         try:
-            for url in map(deltas.__getitem__, names):
-                match = self._name_in(url)
-                fetched.append(root / match[0])
-                transfers.append(_Transfer([url], match, self._token, max_failures=_MIRROR_FAILURES))
-                transfers[-1].run(fetched[-1])
+            for path in self._fetch(folder.parent, _since(base.name, deltas), transfers):
+                fetched.append(path)
             listed = whole.listed()
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             sizes = {file.name: file.num_bytes for file in listed.files}
-            found = rebuild(here[-1], [path / DELTA_FILE for path in fetched], folder, sizes, listed.block_bytes)
+            found = rebuild(base, [path / DELTA_FILE for path in fetched], folder, sizes, listed.block_bytes)
             for file in listed.files:
                 pairs = zip(file.sums, found[file.name], strict=True)
                 num_equal = next((number for number, (one, other) in enumerate(pairs) if one != other), len(file.sums))
@@ -416,7 +431,79 @@ class FolderPuller:
         finally:
             for path in fetched:
                 shutil.rmtree(path, ignore_errors=True)
+        if any(whole.proven[file.name] < file.num_bytes for file in listed.files):
+            _drop(base, folder.parent)
         return ""
+
+    def _newest_base(self, url: str, root: Path, deltas: Mapping[str, str]) -> Path | None:
+        """The newest folder named in `deltas` that is below `root` or beside `url`."""
+        roots = [Path(url.removeprefix(SHARED)).parent, root] if url.startswith(SHARED) else [root]
+        bases = [parent / base for base in deltas if _NAME.fullmatch(base) for parent in roots]
+        return next(filter(is_complete, reversed(bases)), None)
+
+    def _fetch(self, root: Path, urls: Sequence[str], transfers: "list[_Transfer]") -> Iterator[Path]:
+        """Copy folders with differences to `root`, unless they are there."""
+        for url in urls:
+            match = self._name_in(url)
+            folder = root / match[0]
+            if not is_complete(folder):
+                transfers.append(_Transfer([url], match, self._token, max_failures=_MIRROR_FAILURES))
+                transfers[-1].run(folder)
+            yield folder
+
+    def _change(self, url: str, final: Path, deltas: Mapping[str, str], transfers: "list[_Transfer]") -> str:
+        """Make the folder in memory `final` from the one there, or from one on a disk, and the differences since then.
+        Returns why it was not made although there was an earlier one. OSError when differences cannot be written."""
+        root, held, self.held = final.parent, self.held, None
+        base = None if held is None or held.offered.path.name not in deltas else held.offered.path
+        files = {} if held is None or base is None else held.files
+        del held  # two versions would be in memory
+        if (base := base or self._newest_base(url, root, deltas)) is None:
+            return ""
+        try:
+            files = files or _read_folder(base)
+            for difference in self._read_differences(root, base.name, deltas, transfers):
+                change(files, difference.data)
+        except ArealError as error:
+            return str(error)
+        listed = FolderList.of_contents({name: data.data for name, data in files.items()})
+        if listed.name(final.name.rpartition("-")[0]) != final.name:
+            _drop(base, root)
+            return _OTHER_WEIGHTS
+        offered = OfferedFolder(final, listed, listed.to_bytes(), partial(self._write_held, final))
+        self.held = HeldFolder(offered, files)
+        return ""
+
+    def _read_differences(
+        self, root: Path, base: str, deltas: Mapping[str, str], transfers: "list[_Transfer]"
+    ) -> list[NDArray[np.uint8]]:
+        """They stay on the disk for other servers of this machine for as long as the trainer offers them."""
+        while True:
+            with exclusive(root / ".pulling") as is_exclusive:
+                if is_exclusive:
+                    urls = _since(base, deltas)
+                    found = [np.fromfile(path / DELTA_FILE, np.uint8) for path in self._fetch(root, urls, transfers)]
+                    used = {url.rpartition("/")[2] for url in deltas.values()}
+                    for path in root.glob(f"*{DELTA}*"):
+                        if path.name not in used:
+                            shutil.rmtree(path, ignore_errors=True)
+                    return found
+            time.sleep(_POLL_S)  # another process of this machine pulls
+
+    def _is_held(self, folder: Path) -> bool:
+        return self.held is not None and self.held.offered.path == folder
+
+    @contextlib.contextmanager
+    def reading(self, folder: Path) -> Iterator[Mapping[str, NDArray[np.uint8]] | None]:
+        """The files of a pulled folder that is in memory, which do not change inside the block; else None."""
+        with self._lock:
+            yield self.held.files if self.held is not None and self.held.offered.path == folder else None
+
+    def _write_held(self, folder: Path) -> None:
+        """Write the folder in memory to the disk, for a server that joins; nothing when it is another one by now."""
+        with self.reading(folder) as files:
+            if files is not None:
+                write_folder(files, folder)
 
     def _is_copy(self, mirror: str, name: str) -> bool:
         """Whether an address is that of a folder `name` on a machine of this run."""
@@ -426,6 +513,8 @@ class FolderPuller:
 
     def offered(self, name: str) -> OfferedFolder | None:
         """The copy with this name for `folder_routes`; None when it is not here or not complete."""
+        if (held := self.held) is not None and held.offered.path.name == name:
+            return held.offered
         if self._local is None or not _NAME.fullmatch(name) or not is_complete(folder := self._local.path / name):
             return None
         if (known := self._offered.get(name)) is None:
@@ -442,6 +531,39 @@ class FolderPuller:
         local, self._local = self._local, None
         if local is not None:
             local.close()
+
+
+def _since(base: str, deltas: Mapping[str, str]) -> list[str]:
+    """The addresses of the differences since the version `base`."""
+    return list(deltas.values())[list(deltas).index(base) :]
+
+
+def _read_folder(folder: Path) -> dict[str, NDArray[np.uint8]]:
+    paths = [path for path in folder.iterdir() if path.name not in (COMPLETE, LIST)]
+    try:
+        return {path.name: np.fromfile(path, np.uint8) for path in paths}
+    except OSError as error:
+        raise InputError(f"{folder} cannot be read: {error}", code="weights.bad_delta") from error
+
+
+def _drop(base: Path, root: Path) -> None:
+    """Remove a folder from which differences made other weights: it may be damaged, so there is no second attempt."""
+    if base.parent == root:
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def _copy(transfer: "_Transfer", final: Path, problem: str) -> str:
+    """Copy what differences have not made. `problem`: with them; returned when bytes were copied because of it."""
+    try:
+        transfer.run(final)
+    except RequestError as error:
+        if not (problem or transfer.proven):
+            raise
+        message = f"the differences failed ({problem or _OTHER_WEIGHTS}), and {error}"
+        raise RequestError(message, code="weights.bad_delta") from error
+    if transfer.proven and transfer.num_copied:
+        return f"{_OTHER_WEIGHTS}: {transfer.num_copied} bytes were copied"
+    return problem
 
 
 def unfinished(final: Path) -> Path:

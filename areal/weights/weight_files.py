@@ -148,6 +148,18 @@ def layout(
     return header, dict(zip((name for name, _ in ordered), places, strict=True))
 
 
+def tensors_of(content: NDArray[np.uint8]) -> Iterator[tuple[str, Tensor]]:
+    """The weights in a whole safetensors file that is in memory, without a copy."""
+    begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    entries = json.loads(content[8:begin].tobytes())
+    entries.pop("__metadata__", None)
+    dtypes = {name: dtype for dtype, name in _TYPE_NAMES.items()}
+    for name, entry in entries.items():
+        first, end = entry["data_offsets"]
+        data = torch.from_numpy(content[begin + first : begin + end])
+        yield name, data.view(dtypes[entry["dtype"]]).view(entry["shape"])
+
+
 def content_of(tensor: Tensor) -> NDArray[np.uint8]:
     """Its bytes, without a copy if it is contiguous and on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

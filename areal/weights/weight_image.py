@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +18,8 @@ from areal.api.engine import Ranks
 from areal.api.errors import WeightSyncError
 from areal.api.metrics import Metric, Metrics
 from areal.models.checkpoint_files import INDEX
-from areal.system.durable import is_complete, publish_folder, writing_folder
 from areal.system.folder_delta import Piece, encode, pieces, words
-from areal.system.folders import FolderList
+from areal.system.folders import FolderList, write_folder
 from areal.weights.weight_files import MAX_FILE_BYTES, WeightsChecksum, content_of, index_of, layout, plan_files
 
 FULL_EVERY = 50
@@ -114,14 +112,8 @@ class WeightImage:
     def write(self, sealed: FolderList, folder: Path) -> None:
         """Write the folder unless it is there; nothing when newer weights were taken since `seal` returned `sealed`."""
         with self._lock:
-            if self._sealed is not sealed or is_complete(folder):
-                return
-            writing = writing_folder(folder)
-            shutil.rmtree(writing, ignore_errors=True)
-            writing.mkdir()
-            for name, data in self._files.items():
-                data.tofile(writing / name)
-            publish_folder(writing, folder, sum_up=False, sync=False)
+            if self._sealed is sealed:
+                write_folder(self._files, folder)
 
 
 def sent_metrics(sent: float, full: float, ranks: Ranks) -> Metrics:

@@ -1,6 +1,7 @@
 """A trainer that publishes differences, or a server that takes them, as a process which ends at a chosen operation.
 
-`python -m tests.faults.delta_process trainer|server http|disk|collective SEED` prints "ready" and answers each line of
+`python -m tests.faults.delta_process trainer|server KIND SEED` (KIND: http, disk, collective, http-memory or
+disk-memory, where a server keeps what differences make in memory, as a native one does) prints "ready" and answers each line of
 JSON with one. "kill_at": the number of the operation, from the start of the command on, at which the process kills
 itself: on files or sockets, and with `collective` a call of a function of areal.
 """
@@ -133,9 +134,9 @@ class Noted:
 def train(kind: str, seed: int) -> None:
     model, control, operations = Model(seed), Noted(), Operations(calls=kind == "collective")
     common: tuple[Any, ...] = (model, FakeRanks(), control)
-    if kind == "http":
+    if kind.startswith("http"):
         channel: Any = HttpDeltaChannel(*common, host=Host())
-    elif kind == "disk":
+    elif kind.startswith("disk"):
         channel = DiskDeltaChannel(*common, Path(os.environ["TMPDIR"]).parent / "shared")
     else:
         channel = DeltaCollectiveChannel(*common, bucket_bytes=0, backend="gloo", timeout_s=LIMIT_S)
@@ -175,9 +176,9 @@ def receive(seed: int) -> None:
         print(json.dumps({**answer, "num_operations": operations.count}), flush=True)  # noqa: T201
 
 
-def serve(seed: int) -> None:
+def serve(seed: int, *, in_memory: bool) -> None:
     model, operations, copied = Model(seed), Operations(), list[int]()
-    served, puller = ServedWeights(model), FolderPuller(os.environ[TOKEN_VARIABLE], {})
+    served, puller = ServedWeights(model), FolderPuller(os.environ[TOKEN_VARIABLE], {}, in_memory=in_memory)
     run = folders._Transfer.run
 
     def noted(transfer: folders._Transfer, final: Path) -> None:
@@ -195,7 +196,11 @@ def serve(seed: int) -> None:
             answer = {"error": error.code, "message": str(error), "num_operations": operations.count}
             print(json.dumps(answer), flush=True)  # noqa: T201
             continue
-        served.receive_folder(pulled.path)
+        with puller.reading(pulled.path) as contents:
+            if contents is None:
+                served.receive_folder(pulled.path)
+            else:
+                served.receive_contents(contents)
         served.check_complete("")
         served.install()
         answer = {"checksum": model.checksum(), "problem": pulled.problem, "num_operations": operations.count}
@@ -208,5 +213,7 @@ if __name__ == "__main__":
     print("ready", flush=True)  # noqa: T201
     if role == "trainer":
         train(kind, int(seed))
+    elif kind == "collective":
+        receive(int(seed))
     else:
-        (receive if kind == "collective" else serve)(int(seed))
+        serve(int(seed), in_memory=kind.endswith("memory"))

@@ -199,7 +199,11 @@ def test_a_model_that_does_not_fit_is_refused_with_the_option_to_change(seven_bi
     assert host.startswith("allocation_mode: ")
     assert problems_of(seven_billion, Machine(cores=64)) == []
     assert problems_of("org/model", eight) == [], "a model that is not on this machine"
-    cases = [("delta", Machine(cores=64), 120, 1), ("delta", eight, 14, 1), ("delta", eight, 15, 0)]
+    cases = [
+        ("delta", Machine(cores=64), 120, 1),
+        ("delta", eight, 127, 1),
+        ("delta", eight, 128, 0),
+    ]  # nine times 14.19 GiB
     cases += [("delta_xccl", eight, 141, 1), ("delta_xccl", eight, 142, 0)]  # ten times 14.19 GiB
     for mode, machine, host_gib, count in cases:
         problems = problems_of(seven_billion, machine, host_gib=host_gib, **checkpointed, weight_update_mode=mode)

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from areal.system import folders
 from areal.system.durable import is_complete
 from areal.system.folder_delta import write_delta
-from areal.system.folders import DELTA_FILE, FolderPuller, FolderServer, Pulled, exclusive
+from areal.system.folders import (
+    DELTA_FILE,
+    PULLED_WEIGHTS,
+    FolderPuller,
+    FolderServer,
+    Pulled,
+    exclusive,
+    folder_routes,
+)
 from areal.system.network import Host
 from tests.expect import raises_code
 from tests.system.test_folder_delta import changes
@@ -198,6 +210,119 @@ def test_a_difference_that_makes_other_weights_or_none_is_replaced_by_a_copy(
     assert pulled.num_bytes >= SIZE
     pulled = puller.pull(trainer.urls[2], (), {trainer.name(1): trainer.deltas[1]})
     assert (pulled.problem, is_version(pulled, trainer, 2)) == ("", True)
+
+
+@pytest.fixture
+def native(tmp_path: Path) -> Iterator[FolderPuller]:
+    made = FolderPuller("secret", {}, in_memory=True)
+    yield made
+    made.close()
+
+
+def is_held(puller: FolderPuller, pulled: Pulled, trainer: Trainer, version: int) -> bool:
+    with puller.reading(pulled.path) as files:
+        return files is not None and files["model"].tobytes() == (trainer.folder(version) / "model").read_bytes()
+
+
+def test_versions_in_memory_take_no_space_on_the_disk_and_differences_are_copied_once_for_a_machine(
+    trainer: Trainer, native: FolderPuller, copied: list[tuple[str, int]]
+) -> None:
+    other = FolderPuller("secret", {}, in_memory=True)
+    for version in (0, 1, 3):
+        for puller in (native, other):
+            pulled = puller.pull(trainer.urls[version], (), trainer.chain(0, version))
+            assert (pulled.problem, is_held(puller, pulled, trainer, version)) == ("", version > 0)
+    assert native.pull(trainer.urls[3], (), trainer.chain(0, 3)).num_bytes == 0
+    names = [name for name, _ in copied]
+    assert names == ["v000000", "delta_v000001", "delta_v000002", "delta_v000003"]
+    native.pull(trainer.urls[3], (), trainer.chain(0, 3))
+    left = {path.name.partition("-")[0] for path in pulled.path.parent.iterdir() if path.is_dir()}
+    assert left == {"v000000", "delta_v000001", "delta_v000002", "delta_v000003"}
+    trainer.publish()
+    native.pull(trainer.urls[4], (), trainer.chain(3, 4))
+    left = {path.name.partition("-")[0] for path in pulled.path.parent.iterdir() if path.is_dir()}
+    assert left == {"v000000", "delta_v000004"}, "those that the trainer offers"
+    other.close()
+
+
+def test_a_server_that_starts_again_makes_the_version_in_memory_from_the_last_folder(
+    trainer: Trainer, native: FolderPuller, copied: list[tuple[str, int]]
+) -> None:
+    for version in (0, 1):
+        native.pull(trainer.urls[version], (), trainer.chain(0, version))
+    again = FolderPuller("secret", {}, in_memory=True)
+    pulled = again.pull(trainer.urls[2], (), trainer.chain(0, 2))
+    assert (pulled.problem, is_held(again, pulled, trainer, 2)) == ("", True)
+    assert [name for name, _ in copied] == ["v000000", "delta_v000001", "delta_v000002"]
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (flip, "made other weights"),
+        (unreadable, "Is a directory"),
+        (wrong_difference, "made other weights"),
+        (damaged_difference, "cannot be applied"),
+        (lost_difference, "does not serve"),
+    ],
+)
+def test_a_difference_that_makes_other_weights_in_memory_or_none_is_replaced_by_a_copy(
+    trainer: Trainer, native: FolderPuller, harm: Callable[[Trainer, Path], None], words: str
+) -> None:
+    first = native.pull(trainer.urls[0])
+    harm(trainer, first.path.parent)
+    pulled = native.pull(trainer.urls[1], (), trainer.chain(0, 1))
+    assert is_version(pulled, trainer, 1)
+    assert words in pulled.problem
+    assert pulled.num_bytes >= SIZE
+    pulled = native.pull(trainer.urls[2], (), {trainer.name(1): trainer.deltas[1]})
+    assert (pulled.problem, is_held(native, pulled, trainer, 2)) == ("", True)
+
+
+def test_bits_that_change_in_memory_are_found(trainer: Trainer, native: FolderPuller) -> None:
+    for version in (0, 1):
+        pulled = native.pull(trainer.urls[version], (), trainer.chain(0, version))
+    with native.reading(pulled.path) as files:
+        assert files is not None
+        files["model"][1000] ^= 1
+    pulled = native.pull(trainer.urls[2], (), trainer.chain(0, 2))
+    assert pulled.problem == "the differences made other weights"
+    assert is_version(pulled, trainer, 2)
+
+
+def test_a_version_in_memory_does_not_change_while_it_is_read(trainer: Trainer, native: FolderPuller) -> None:
+    for version in (0, 1):
+        pulled = native.pull(trainer.urls[version], (), trainer.chain(0, version))
+    with ThreadPoolExecutor() as pool:
+        with native.reading(pulled.path) as files:
+            assert files is not None
+            next_pull = pool.submit(native.pull, trainer.urls[2], (), trainer.chain(0, 2))
+            assert files["model"].tobytes() == (trainer.folder(1) / "model").read_bytes()
+            assert not next_pull.done()
+        assert is_held(native, next_pull.result(30), trainer, 2)
+    with native.reading(pulled.path) as files:
+        assert files is None, "it is another version by now"
+
+
+async def test_a_version_in_memory_is_written_for_a_server_that_joins_and_only_while_it_is_there(
+    trainer: Trainer, native: FolderPuller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in (0, 1):
+        pulled = await asyncio.to_thread(native.pull, trainer.urls[version], (), trainer.chain(0, version))
+    app = web.Application()
+    app.add_routes(folder_routes(native.offered, PULLED_WEIGHTS, lambda status, text, code: web.Response(status=404)))
+    async with TestServer(app) as server:
+        mirror = str(server.make_url(f"{PULLED_WEIGHTS}/{pulled.path.name}"))
+        (folder := tmp_path / "joins").mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        joins = FolderPuller("secret", {}, in_memory=True)
+        trainer.server.close()
+        copy = await asyncio.to_thread(joins.pull, trainer.urls[1], [mirror])
+        assert is_version(copy, trainer, 1)
+        assert is_version(pulled, trainer, 1), "written when it was asked for"
+        joins.close()
+    assert native.offered(trainer.name(2)) is None
 
 
 def test_names_that_leave_the_folder_and_other_machines_are_not_followed(

@@ -46,15 +46,16 @@ def step(model: nn.Module, share: float = 0.02) -> None:
 class Machine:
     """One server with a folder of copies."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, in_memory: bool = False) -> None:
+        """`in_memory`: what differences make stays in memory, as in a native server."""
         folder.mkdir()
-        self.folder = folder
+        self.folder, self.in_memory = folder, in_memory
         self.problems: list[str] = []
         self.start()
 
     def start(self) -> None:
         """A new process finds the copies of the one before, if that was killed."""
-        self.puller = FolderPuller("secret", {})
+        self.puller = FolderPuller("secret", {}, in_memory=self.in_memory)
         self.model = large_model()
 
     def take(self, update: WeightUpdate) -> None:
@@ -65,7 +66,11 @@ class Machine:
             tempfile.tempdir = before
         self.problems.append(pulled.problem)
         served = ServedWeights(self.model)
-        served.receive_folder(pulled.path)
+        with self.puller.reading(pulled.path) as contents:
+            if contents is None:
+                served.receive_folder(pulled.path)
+            else:
+                served.receive_contents(contents)
         served.check_complete("")
         served.install()
 
@@ -111,7 +116,7 @@ class Setup:
         return [("whole" if name.startswith("v") else name) for name, size in self.copied if size]
 
 
-@pytest.fixture(params=["http", "disk"])
+@pytest.fixture(params=["http", "disk", "http in memory", "disk in memory"])
 def setup(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: list[tuple[str, int]]
 ) -> Iterator[Setup]:
@@ -119,8 +124,9 @@ def setup(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     torch.manual_seed(3)
     engine = FixedTrainer(large_model())
-    machines = Machines([Machine(tmp_path / "one")])
-    made = Setup(engine, new_channel(engine, machines, request.param), machines, copied)
+    kind, _, place = request.param.partition(" ")
+    machines = Machines([Machine(tmp_path / "one", in_memory=bool(place))])
+    made = Setup(engine, new_channel(engine, machines, kind), machines, copied)
     yield made
     made.channel.close()
     for machine in machines.all:
@@ -133,8 +139,8 @@ def new_channel(engine: FixedTrainer, machines: Machines, kind: str = "http", ra
     return DiskDeltaChannel(engine, FakeRanks(rank), machines, machines.all[0].folder.parent / "shared")  # type: ignore[arg-type]
 
 
-over_http = pytest.mark.parametrize("setup", ["http"], indirect=True)
-over_disk = pytest.mark.parametrize("setup", ["disk"], indirect=True)
+over_http = pytest.mark.parametrize("setup", ["http", "http in memory"], indirect=True)
+over_disk = pytest.mark.parametrize("setup", ["disk", "disk in memory"], indirect=True)
 
 
 def values(channel: WeightChannel) -> dict[str, float]:
@@ -176,7 +182,7 @@ def test_a_server_that_missed_versions_takes_their_differences_and_one_that_join
         step(setup.engine.model)
         assert setup.update(version) == []
     setup.machines.away = set()
-    setup.machines.all.append(Machine(tmp_path / "two"))
+    setup.machines.all.append(Machine(tmp_path / "two", in_memory=setup.machines.all[0].in_memory))
     step(setup.engine.model)
     assert setup.update(4) == ["delta_v000002", "delta_v000003", "delta_v000004", "whole"]
     step(setup.engine.model)
@@ -244,11 +250,11 @@ def test_after_an_update_that_failed_whole_weights_are_sent(
 
 @over_http
 def test_a_version_is_written_whole_when_a_server_asks_and_only_as_the_last_one(setup: Setup, tmp_path: Path) -> None:
+    late = Machine(tmp_path / "two", in_memory=setup.machines.all[0].in_memory)
     setup.machines.all = []
     setup.update(1)
     step(setup.engine.model)
     setup.update(2)
-    late = Machine(tmp_path / "two")
     with raises_code("weights.not_served"):
         late.take(setup.machines.updates[0])
     assert not list(setup.channel._folder.glob("v*"))
@@ -318,7 +324,7 @@ def test_servers_that_join_change_the_last_whole_version_on_the_shared_disk(setu
     for version in (2, 3):
         step(setup.engine.model)
         setup.update(version)
-    setup.machines.all.append(Machine(tmp_path / "two"))
+    setup.machines.all.append(Machine(tmp_path / "two", in_memory=setup.machines.all[0].in_memory))
     step(setup.engine.model)
     assert setup.update(4) == ["delta_v000004", "delta_v000002", "delta_v000003", "delta_v000004"]
     step(setup.engine.model)
@@ -351,7 +357,7 @@ def test_without_a_right_difference_on_the_shared_disk_a_server_takes_whole_weig
 
 @over_disk
 def test_whole_weights_for_a_server_with_a_damaged_copy_that_cannot_be_written_are_an_error(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup.update(1)
     copy = next(setup.machines.all[0].folder.rglob("v000001*/model.safetensors"))
@@ -359,10 +365,12 @@ def test_whole_weights_for_a_server_with_a_damaged_copy_that_cannot_be_written_a
     copy.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     step(setup.engine.model)
     with monkeypatch.context() as patch:
-        patch.setattr(disk.WeightImage, "write", lambda *args: copy.parent.read_bytes())
+        patch.setattr(disk.WeightImage, "write", lambda *args: tmp_path.read_bytes())
         with raises_code("weights.not_written", "version 2"):
             setup.update(2)
-    assert setup.update(2) == ["delta_v000002", "whole"]
+    assert not copy.exists(), "no second attempt begins with it"
+    setup.update(2)
+    assert setup.machines.all[0].problems == ["", ""], "made from the whole version on the shared disk"
 
 
 @over_disk
@@ -380,7 +388,7 @@ def test_when_the_differences_since_the_last_whole_version_are_as_large_the_next
     whole = {path.parent.name.partition("-")[0] for path in setup.channel._folder.glob("v*/*.safetensors")}
     assert len(whole) == 1
     assert "v000008" < min(whole) < "v000014"
-    setup.machines.all.append(Machine(tmp_path / "two"))
+    setup.machines.all.append(Machine(tmp_path / "two", in_memory=setup.machines.all[0].in_memory))
     step(setup.engine.model)
     found = setup.update(16)
     assert found == ["delta_v000016", *(f"delta_v{number:06d}" for number in range(int(min(whole)[1:]) + 1, 17))]
