@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -118,13 +119,40 @@ def _chosen(
 
 
 def _product_of(layer: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """F.linear as a layer of torchao computes it, with given weights."""
-    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+    """F.linear as a layer of torchao computes it, with given weights that are not trained."""
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as torchao_product
 
-    mm_config, config = layer.linear_mm_config, layer.config
+    config, options = layer.config, layer.linear_mm_config
+    for_gradient: Any = SimpleNamespace(  # a whole configuration must also fit the gradient of the weight
+        cast_config_input=config.cast_config_grad_output,
+        cast_config_weight=config.cast_config_weight_for_grad_input,
+        round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+    )
+    of_gradient = options._replace(output=options.grad_input)
+
+    class Product(torch.autograd.Function):
+        """That of torchao without the gradient of the weight, which is a product too, and keeps the input."""
+
+        @staticmethod
+        def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(weight)
+            return torchao_product.forward(_Unused(), input, weight.t(), options, config)
+
+        @staticmethod
+        def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+            (weight,) = ctx.saved_tensors
+            # The product of the upstream gradient [t, out] and [out, in], with the formats of that gradient.
+            return torchao_product.forward(_Unused(), upstream[0], weight, of_gradient, for_gradient), None
 
     def product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        found: Any = matmul_with_hp_or_float8_args.apply(input, weight.t(), mm_config, config)
+        found: Any = Product.apply(input, weight)
         return found if bias is None else found + bias.to(found.dtype)
 
     return product
+
+
+class _Unused:
+    """The context of a product whose gradient torchao does not compute."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Nothing is kept."""

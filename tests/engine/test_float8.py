@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.api.allocation import ParallelDims
 from areal.api.config import Float8Config, LoRAConfig, MicroBatchSpec, TrainEngineConfig
@@ -190,8 +191,45 @@ def test_every_pass_enters_every_layer(model, calls, kind, recipe, shares_in_sma
     loss = {"critic": cases.value_loss, "reward": cases.score_loss}.get(kind, cases.policy_loss)
     cases.train(engine, batch, loss_fn=loss)
     again = 2 if kind in ("checkpointed", "selective") else 1
-    back = LINEAR - 3 if kind == "lora" else LINEAR  # nothing below the first block is trained
-    assert (calls.count("forward"), calls.count("backward")) == (again * LINEAR, back)
+    found = calls.count("forward"), calls.count("backward")
+    if kind == "lora":  # one product for a gradient; nothing below the first block is trained
+        assert found == (LINEAR + LINEAR - 3, 0)
+    else:
+        assert found == (again * LINEAR, LINEAR)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "tensorwise"])
+def test_a_weight_below_adapters_takes_no_product_for_its_gradient_and_the_rest_is_that_of_torchao(model, recipe):
+    engine = cases.make_engine(model, fp8=Float8Config(recipe=recipe), lora=LoRAConfig(rank=2))
+    like = cases.make_engine(model, fp8=Float8Config(recipe=recipe))
+    generator = torch.Generator().manual_seed(0)
+    layers = [one for one in like._model.modules() if isinstance(one, Float8Linear)]
+    adapted = [one for one in engine._model.modules() if isinstance(one, LoRALinear)]
+    assert len(adapted) == len(layers) == LINEAR
+    for own, torchaos in zip(adapted, layers, strict=True):
+        x = torch.randn(2, 7, own.in_features, generator=generator).requires_grad_()
+        upstream = torch.randn(2, 7, own.out_features, generator=generator) * 1e-3
+        counts, found = [], []
+        for product in (lambda x, own=own: own.product(x, own.weight, own.bias), torchaos):
+            with Products() as products_run:
+                output = product(x)
+                output.backward(upstream)
+            counts.append(products_run.count)
+            found.append((output, x.grad))
+            x.grad = None
+        assert counts == [2, 3]
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], found[1][1])
 
 
 def test_the_base_model_below_adapters_computes_in_8_bits(model):

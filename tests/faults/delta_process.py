@@ -1,8 +1,8 @@
 """A trainer that publishes differences, or a server that takes them, as a process which ends at a chosen operation.
 
-`python -m tests.faults.delta_process trainer|server KIND SEED` (KIND: http, disk, collective, http-memory or
-disk-memory, where a server keeps what differences make in memory, as a native one does) prints "ready" and answers each line of
-JSON with one. "kill_at": the number of the operation, from the start of the command on, at which the process kills
+`python -m tests.faults.delta_process trainer|server KIND SEED` prints "ready" and answers each line of JSON with one.
+KIND: http, disk, collective, http-memory or disk-memory, where a server keeps what differences make in memory, as a
+native one does. "kill_at": the number of the operation, from the start of the command on, at which the process kills
 itself: on files or sockets, and with `collective` a call of a function of areal.
 """
 
