@@ -32,11 +32,11 @@ class Float8Layers:
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: Float8Config, *, mesh: TrainerMesh, shards: int, is_sharded: bool
+        self, model: PreTrainedModel, config: Float8Config, *, mesh: TrainerMesh, shards: int, gathers: bool
     ) -> None:
         """Convert layers of `model`, which may have adapters, before ranks split it. Raises ConfigError.
 
-        `is_sharded`: FSDP will split its weights over `shards` ranks.
+        `gathers`: FSDP will split its weights over `shards` ranks, which can gather them in 8 bits.
         """
         if importlib.util.find_spec("torchao") is None:
             text = "fp8 needs the package torchao: pip install -e '.[quantization]' in the repository of areal"
@@ -52,7 +52,7 @@ class Float8Layers:
         whole = {name: layer for name, layer in layers.items() if not isinstance(layer, LoRALinear)}
         is_even = all(layer.out_features % shards == 0 for layer in whole.values())  # torchao does not pad parts
         self._model = model
-        self._gathers = is_sharded and is_even and config.recipe == "tensorwise" and mesh.tensor.size == 1
+        self._gathers = gathers and is_even and config.recipe == "tensorwise" and mesh.tensor.size == 1
         """Whether ranks gather weights in 8 bits."""
         convert_to_float8_training(
             model,

@@ -706,7 +706,9 @@ def _prepare(
     float8 = None
     if config.fp8 is not None:
         shards = config.fsdp.shard_size or mesh.dims.dp * mesh.dims.cp
-        float8 = Float8Layers(hf_model, config.fp8, mesh=mesh, shards=shards, is_sharded=is_sharded)
+        # torchao loses the scale of a weight that FSDP copies from the CPU, and would reduce one for each weight.
+        gathers = is_sharded and not config.fsdp.offload_params
+        float8 = Float8Layers(hf_model, config.fp8, mesh=mesh, shards=shards, gathers=gathers)
     if mesh.tensor.size > 1:
         apply_tensor_plan(hf_model, mesh.device_mesh(config.fsdp.shard_size)["tensor"])
     if mesh.dims.ep > 1:

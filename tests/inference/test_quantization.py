@@ -21,6 +21,7 @@ from tests.fake_ranks import FakeRanks
 from tests.fixed_trainer import FixedTrainer
 from tests.inference.test_adapters import load, write_adapter
 from tests.inference.test_paged_kernel import with_graphs
+from tests.inference.vision_models import LAYOUT, pictured, png, qwen2_5_vl, qwen3_vl, reference, save
 from tests.system.test_delta_transfer import copied
 from tests.weights.test_delta_channel import Machine, Machines, new_channel, step
 from tests.weights.test_delta_collective import Fleet as DeltaFleet
@@ -178,6 +179,29 @@ def test_a_server_has_the_logprobs_of_the_dequantised_model(
             errors.append(abs(logprob - exact[place - 1, sequence.token_ids[place]].item()))
     assert max(errors) < (5e-5 if dtype == torch.float32 else 0.5)
     assert sum(errors) / len(errors) < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("build", [qwen3_vl, qwen2_5_vl])
+def test_a_quantised_model_answers_to_images_before_and_after_an_update(build, drive, kind, tmp_path):
+    """The vision tower stays as it is."""
+    model, new = build(0), build(1)
+    folder = save(new, tmp_path)
+    quantize(model, kind)
+    assert not {id(part) for part in model.model.visual.modules()} & {id(layer) for layer in quantized_layers(model)}
+    driver = drive(model, layout=LAYOUT)
+    ids, images = pictured(3, png(2), 7, 8)
+    for seed, current in enumerate((model, new)):
+        if seed:
+            driver.engine.weights.start("")
+            driver.engine.weights.receive_folder(folder)
+            driver.engine.install_weights("1", "retract")
+            quantize(current, kind)
+        sequence = driver.add(ids, images=images, max_new_tokens=8)
+        driver.run()
+        exact = reference(with_plain_weights(current), sequence.token_ids, images)
+        wanted = [exact[place - 1, sequence.token_ids[place]].item() for place in range(len(ids), len(ids) + 8)]
+        assert sequence.logprobs == pytest.approx(wanted, abs=5e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
