@@ -16,11 +16,12 @@ medians over the updates. The last line is JSON.
 `--delta` compares updates with `http` and with `delta` through a relay that limits the bytes per second. bfloat16
 weights are published after each optimiser step with AdamW at the learning rate, from the seventh step on (AdamW changes
 more numbers before), in turn with `delta` and, as another version, with `http`. Figures are medians over the rounds
-after the first. `bytes_ratio`: bytes of `delta` over those of `http`. `time_ratio`: the seconds of `http` over those of
-`delta`. `full` and `delta` have the seconds by part: `gather_s`, the trainer's weights in their published form;
+after the first; in one of several the server computes the cache of the stream again (rollout.max_cache_age), for which
+the canary waits. `bytes_ratio`: bytes of `delta` over those of `http`. `time_ratio`: the seconds of `http` over those
+of `delta`. `full` and `delta` have the seconds by part: `gather_s`, the trainer's weights in their published form;
 `compare_s`, the rest of the trainer until it calls the fleet (differences, checksums, writing); `pull_s`, the transfer
-and the copy on the disk of the server; `receive_s`, from there to its memory; `install_s`; `canary_s`, the probe and
-the rest of the fleet.
+and the server's work until it has the version; `receive_s`, from there to the second copy of its weights; `install_s`;
+`canary_s`, the probe and the rest of the fleet.
 """
 
 from __future__ import annotations

@@ -454,15 +454,18 @@ class FolderPuller:
     def _change(self, url: str, final: Path, deltas: Mapping[str, str], transfers: "list[_Transfer]") -> str:
         """Make the folder in memory `final` from the one there, or from one on a disk, and the differences since then.
         Returns why it was not made although there was an earlier one. OSError when differences cannot be written."""
-        root, held, self.held = final.parent, self.held, None
-        base = None if held is None or held.offered.path.name not in deltas else held.offered.path
-        files = {} if held is None or base is None else held.files
-        del held  # two versions would be in memory
-        if (base := base or self._newest_base(url, root, deltas)) is None:
+        root, names = final.parent, list(deltas)
+        base, files = self._newest_base(url, root, deltas), dict[str, NDArray[np.uint8]]()
+        own = "" if self.held is None else self.held.offered.path.name
+        if self.held is not None and own in names and (base is None or names.index(base.name) <= names.index(own)):
+            base, files = self.held.offered.path, self.held.files
+        if base is None:
             return ""
         try:
+            differences = self._read_differences(root, base.name, deltas, transfers)
+            self.held = None  # before another version is read
             files = files or _read_folder(base)
-            for difference in self._read_differences(root, base.name, deltas, transfers):
+            for difference in differences:
                 change(files, difference.data)
         except ArealError as error:
             return str(error)
@@ -539,8 +542,8 @@ def _since(base: str, deltas: Mapping[str, str]) -> list[str]:
 
 
 def _read_folder(folder: Path) -> dict[str, NDArray[np.uint8]]:
-    paths = [path for path in folder.iterdir() if path.name not in (COMPLETE, LIST)]
     try:
+        paths = [path for path in folder.iterdir() if path.name not in (COMPLETE, LIST)]
         return {path.name: np.fromfile(path, np.uint8) for path in paths}
     except OSError as error:
         raise InputError(f"{folder} cannot be read: {error}", code="weights.bad_delta") from error

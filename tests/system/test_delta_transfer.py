@@ -280,6 +280,21 @@ def test_a_difference_that_makes_other_weights_in_memory_or_none_is_replaced_by_
     assert (pulled.problem, is_held(native, pulled, trainer, 2)) == ("", True)
 
 
+def test_a_version_in_memory_stays_when_a_difference_is_lost_and_a_newer_folder_is_preferred(
+    trainer: Trainer, native: FolderPuller, copied: list[tuple[str, int]]
+) -> None:
+    for version in (0, 1):
+        native.pull(trainer.urls[version], (), trainer.chain(0, version))
+    lost = trainer.chain(1, 2) | {trainer.name(1): trainer.deltas[1].replace("delta", "lost")}
+    pulled = native.pull(trainer.urls[2], (), lost)
+    assert "does not serve" in pulled.problem
+    assert is_version(pulled, trainer, 2)
+    copied.clear()
+    pulled = native.pull(trainer.urls[3], (), trainer.chain(1, 3))
+    assert (pulled.problem, is_held(native, pulled, trainer, 3)) == ("", True)
+    assert [name for name, _ in copied] == ["delta_v000003"]
+
+
 def test_bits_that_change_in_memory_are_found(trainer: Trainer, native: FolderPuller) -> None:
     for version in (0, 1):
         pulled = native.pull(trainer.urls[version], (), trainer.chain(0, version))
