@@ -78,6 +78,14 @@ def engines(path, **options):
     ]
 
 
+@cache
+def exact_engine(path):
+    """One that computes rows in float64."""
+    engine = engine_cases.make_engine(path, outputs=engine_cases.RICH, shared_prefixes="off")
+    engine._model.double()
+    return engine
+
+
 def flat_gradient(engine, batch, loss=engine_cases.rich_loss) -> torch.Tensor:
     engine._model.zero_grad()
     engine.forward_backward(batch, loss, denominator=1.0)
@@ -92,12 +100,12 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, relative: float) ->
 @settings(max_examples=500, derandomize=True, phases=[Phase.generate])  # rounding is not the same for each example
 @given(rows_of_trees())
 def test_trees_give_the_outputs_and_gradients_of_separate_rows(models, rows):
-    assert_same(*engines(models / "qwen3"), batch_of(rows))
+    assert_same(exact_engine(models / "qwen3"), engines(models / "qwen3")[1], batch_of(rows), gradients=1e-6)
 
 
-def assert_same(plain, tree, batch, gradients: float = 2e-6) -> None:
-    """Relative differences in float32. Of attention each side is within 1e-6 of the gradients in float64; of gated
-    delta nets, which compute in chunks, within 1.3e-6."""
+def assert_same(plain, tree, batch, *, gradients: float) -> None:
+    """Relative differences in float32. Rows of gated delta nets, which compute in chunks, are themselves up to 1.3e-6
+    from the gradients in float64."""
     expected, found = plain.forward(batch), tree.forward(batch)
     assert_near(found.logprobs, expected.logprobs, 1e-6)
     assert_near(found.entropy, expected.entropy, 1e-6)
