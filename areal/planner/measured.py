@@ -374,24 +374,24 @@ class _Load:
 
 
 def shared_cores(
-    rows: Sequence[Mapping[str, Any]], answers: Sequence[Served], cores: float
+    rows: Sequence[Mapping[str, Any]], answers: Sequence[Served], cores: float, ranks: int
 ) -> tuple[WorkClock, float, float]:
-    """The clock of a run on `cores`, and the cores that a server and the trainers use while they compute: their CPU
+    """The clock of a run on `cores`, and the cores that a server and a trainer rank use while they compute: their CPU
     seconds by the seconds of their work, and 1 at least: with less, something else used the cores."""
     spans: defaultdict[str, list[Span]] = defaultdict(list)
     for one in answers:
         spans[one.server].append((one.start_s, one.end_s))
     servers, trainers = [joined(each) for each in spans.values()], [computing_span(row) for row in rows]
     seen = [row for row in rows if "cpu/controller" in row][WARMUP_STEPS:]
-    of_server = of_trainers = 1.0
+    of_server = of_rank = 1.0
     for _ in range(_ROUNDS):
-        clock = WorkClock([(of_trainers, trainers), *((of_server, each) for each in servers)], cores)
-        if len(seen) > WARMUP_STEPS and cores < math.inf:
+        clock = WorkClock([(ranks * of_rank, trainers), *((of_server, each) for each in servers)], cores)
+        if len(seen) > WARMUP_STEPS and servers and cores < math.inf:
             window = seen[0]["time"], seen[-1]["time"]
-            of_trainers = max(1.0, _cpu_share(seen, "trainer-") / _work_share(trainers, window, clock))
+            of_rank = max(1.0, _cpu_share(seen, "trainer-") / _work_share(trainers, window, clock) / ranks)
             handled = _cpu_share(seen, "server-") + _cpu_share(seen, "controller")
             of_server = max(1.0, handled / sum(_work_share(each, window, clock) for each in servers))
-    return clock, of_server, of_trainers
+    return clock, of_server, of_rank
 
 
 def _cpu_share(rows: Sequence[Mapping[str, Any]], kind: str) -> float:
@@ -438,8 +438,8 @@ def measured_run(folder: Path, *, cores: float) -> MeasuredRun:
     answers = traced or answers_of(episodes)
     shared = cores if config.cluster.n_gpus_per_node == 0 else math.inf
     trained = [row for row in rows if "rollout/staleness_mean" in row]
-    clock, server_cores, trainer_cores = shared_cores(trained, answers, shared)
-    trainer = trainer_times(rows, clock, cores=trainer_cores / config.allocation.train[0].parallel.dp)
+    clock, server_cores, rank_cores = shared_cores(trained, answers, shared, config.allocation.train[0].parallel.dp)
+    trainer = trainer_times(rows, clock, cores=rank_cores)
     worked = [replace(one, start_s=clock.at(one.start_s), end_s=clock.at(one.end_s)) for one in answers]
     step_s, sequence_s, context_s = decode_times(worked)
     known = [one for one in episodes if one.lengths]

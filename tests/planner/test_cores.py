@@ -62,10 +62,12 @@ def test_the_cores_that_processes_of_a_run_use():
             used[name] += share * (alone_s + 2 / 3.5)  # a second alone, and one with the trainer
         rows.append({"time": 2.0 * step + 2, "seconds/step": 2.0, "seconds/wait_batch": 1.0, **used})
     answers = [Served(server="server-0", start_s=0.0, end_s=40.0, prompt=1, tokens=100)]
-    clock, of_server, of_trainers = shared_cores(rows, answers, 2)
-    assert (of_server, of_trainers) == pytest.approx((1.5, 2.0), rel=0.01)
+    clock, *found = shared_cores(rows, answers, 2, 1)
+    assert found == pytest.approx([1.5, 2.0], rel=0.01)
+    assert shared_cores(rows, answers, 2, 2)[1:] == pytest.approx((1.5, 1.0), rel=0.01)  # of each of two ranks
     assert clock.speed(1.0, 2.0) == pytest.approx(2 / 3.5, rel=0.01)
-    clock, *found = shared_cores(rows, answers, math.inf)
+    assert shared_cores(rows, [], 2, 1)[1:] == (1.0, 1.0)  # `decode_times` says what is missing
+    clock, *found = shared_cores(rows, answers, math.inf, 1)
     assert (clock.speed(1.0, 2.0), found) == (1.0, [1.0, 1.0])
 
 
