@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,7 +46,9 @@ def measured(fileroot: Path, steps: int, staleness: int) -> dict[str, float]:
             *(f"trial_name={Path(trial).name}", f"total_train_steps={steps}", "total_train_epochs=20"),
             *(f"rollout.max_head_offpolicyness={staleness}", *_NO_EVALUATION),
         )
-    lines = (fileroot / "quickstart" / Path(trial).name / "metrics.jsonl").read_text().splitlines()
+    run = fileroot / "quickstart" / Path(trial).name
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    shutil.rmtree(run)
     rows = [row for row in map(json.loads, lines) if "seconds/step" in row and row["step"] >= _FIRST_STEP]
     first, last = rows[0], rows[-1]
     figures = {"step": (last["time"] - first["time"]) / (last["step"] - first["step"])}
@@ -63,6 +66,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--side", action="store_true", help="measure the code of the current folder (internal)")
     args = parser.parse_args()
+    if args.steps < 2 * _FIRST_STEP:
+        parser.error(f"--steps {args.steps}: give at least {2 * _FIRST_STEP}, of which {_FIRST_STEP} are not measured")
     if args.side:
         print(json.dumps(measured(args.fileroot, args.steps, args.staleness)))
         return
