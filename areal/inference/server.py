@@ -133,7 +133,8 @@ class WeightRoutes:
     def _receive_held(self, folder: Path) -> None:
         with self._puller.reading(folder) as contents:
             if contents is None:
-                raise RequestError(f"{folder} is another version by now", code="weights.bad_folder")
+                message = f"this server has pulled other weights since {folder}: send /pull_weights again before it"
+                raise RequestError(message, code="weights.bad_folder")
             self._engine.weights.receive_contents(contents)
 
     async def _update_from_distributed(self, request: web.Request) -> web.StreamResponse:

@@ -196,24 +196,22 @@ class LocalBackend(ProcessBackend):
 
     def resident_bytes(self) -> int:
         own = psutil.Process()
-        parents, sizes, cpu_s = dict[int, int](), dict[int, int](), dict[int, float]()
+        found: dict[int, tuple[int, int, float]] = {}
         for process in own.children(recursive=True):
             if self._preloaded is not None and process.pid == self._preloaded.pid:  # its pages are its children's too
                 continue
-            with contextlib.suppress(psutil.NoSuchProcess):
-                parents[process.pid] = process.ppid()
-                sizes[process.pid] = process.memory_info().rss
-                cpu_s[process.pid] = sum(process.cpu_times()[:2])  # of the user and of the system
+            with contextlib.suppress(psutil.NoSuchProcess):  # it is stored whole or, when it ends meanwhile, not at all
+                times = process.cpu_times()[:4]  # of the user and of the system, and of children that have ended
+                found[process.pid] = process.ppid(), process.memory_info().rss, sum(times)
         names = {process.pid: name for name, process in self._processes.items()}
         self._used = {}
-        for pid, size in sizes.items():
-            own_s = cpu_s[pid]
-            while pid not in names and pid in parents:
-                pid = parents[pid]
+        for pid, (_, size, cpu_s) in found.items():
+            while pid not in names and pid in found:
+                pid = found[pid][0]
             if name := names.get(pid):
                 before, before_s = self._used.get(name, (0, 0.0))
-                self._used[name] = before + size, before_s + own_s
-        return own.memory_info().rss + sum(sizes.values())
+                self._used[name] = before + size, before_s + cpu_s
+        return own.memory_info().rss + sum(size for _, size, _ in found.values())
 
     def beats(self) -> dict[str, Beat]:
         found: dict[str, Beat] = {}

@@ -47,7 +47,7 @@ class Beat:
     resident_bytes: int | None = None
     """Resident memory of the process with all that it started, a few seconds ago, as its node measured it."""
     cpu_s: float | None = None
-    """CPU time of these, in seconds since their start, at the same time."""
+    """CPU time of these, and of their children that have ended, in seconds since their start, at the same time."""
     node: str = ""
     """The machine on which it runs, which may not be the planned one, as the launcher knows it."""
     silent_s: float = 0.0

@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 from areal.api.data import WeightSpec
 from areal.api.errors import InputError
 from areal.inference.server import WeightRoutes
+from areal.system.folders import FolderPuller
 from areal.system.network import Host
 from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, serve_store
+from tests.expect import raises_code
 
 PROMPT = [3, 4, 5, 6, 7]
 
@@ -69,6 +71,12 @@ async def test_weights_from_disk_switch_in_mid_answer(served, mode, checkpoint, 
     assert (await served.get("/get_model_info"))["weight_version"] == "1"
     fresh = await served.generate()
     assert fresh["meta_info"]["weight_versions"] == [{"version": "1", "start": 0, "end": 6}]
+
+
+def test_a_version_that_is_not_in_memory_any_more_must_be_pulled_again(tmp_path):
+    routes = WeightRoutes(None, None, FolderPuller("secret", {}, in_memory=True))
+    with raises_code("weights.bad_folder", "/pull_weights"):
+        routes._receive_held(tmp_path / "v1")
 
 
 async def test_an_update_that_fails_after_its_client_has_left_is_logged(caplog):

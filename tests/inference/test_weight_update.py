@@ -8,6 +8,7 @@ import threading
 import traceback
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from areal.server_side.areal_transfer import group
 from areal.system.durable import publish_folder
 from areal.system.network import TRAINERS_VARIABLE, Host
 from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, check_trainer, serve_store
+from tests.expect import raises_code
 
 
 class TiedModel(nn.Module):
@@ -120,6 +122,21 @@ def test_a_wrong_folder_changes_nothing(tmp_path: Path, change: dict, code: str)
         load_weights_from_folder(model, tmp_path)
     assert error.value.code == code
     assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
+
+
+@pytest.mark.parametrize("damaged", [b"", b"\2\0\0\0\0\0\0\0{]", b"\377" * 9])
+def test_nothing_is_left_of_files_in_memory_that_cannot_be_used(tmp_path: Path, damaged: bytes) -> None:
+    save_file(new_weights(), tmp_path / "whole")
+    contents = {"model-1.safetensors": np.fromfile(tmp_path / "whole", np.uint8)}
+    contents["model-2.safetensors"] = np.frombuffer(bytearray(damaged), np.uint8)
+    served = ServedWeights(TiedModel())
+    with raises_code("weights.bad_folder"):
+        served.receive_contents(contents)
+    with raises_code("weights.incomplete"):
+        served.check_complete("")
+    del contents["model-2.safetensors"]
+    served.receive_contents(contents)
+    served.check_complete("")
 
 
 def test_missing_empty_broken_and_incomplete_folders_are_refused(tmp_path: Path) -> None:

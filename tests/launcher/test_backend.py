@@ -7,7 +7,9 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from areal.api.config import LauncherConfig, RecoverConfig
@@ -194,6 +196,37 @@ inner.wait()
         assert all(0 < (beat.cpu_s or 0.0) < 200 for beat in made.beats().values())
     finally:
         made.stop(["server-0", "server-1"], 0.0, hurry=lambda: True)
+
+
+class Child:
+    """A process whose `ends_at` finds that it has ended; it answers the calls before."""
+
+    def __init__(self, pid, parent, ends_at=""):
+        self.pid, self._parent, self._ends_at = pid, parent, ends_at
+
+    def _answer(self, call, answer):
+        if call == self._ends_at:
+            raise psutil.NoSuchProcess(self.pid)
+        return answer
+
+    def ppid(self):
+        return self._answer("ppid", self._parent)
+
+    def memory_info(self):
+        return self._answer("memory_info", SimpleNamespace(rss=1000))
+
+    def cpu_times(self):
+        return self._answer("cpu_times", (1.0, 2.0, 4.0, 8.0, 16.0))
+
+
+@pytest.mark.parametrize("call", ["ppid", "memory_info", "cpu_times"])
+def test_a_process_that_ends_while_it_is_measured_is_left_out_and_ended_children_count(tmp_path, monkeypatch, call):
+    made = backend.LocalBackend(RunPaths(tmp_path))
+    made._processes["server-0"] = SimpleNamespace(pid=-1)
+    children = [Child(-1, -9), Child(-2, -1), Child(-3, -1, ends_at=call)]
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: children)
+    made.resident_bytes()
+    assert made._used == {"server-0": (2000, 30.0)}, "user, system, and both of ended children; no waiting for disks"
 
 
 def test_a_process_that_the_kernel_ended_for_its_memory_is_told_apart(tmp_path, monkeypatch):
