@@ -122,20 +122,18 @@ def _measured(given: argparse.Namespace, config: PPOConfig) -> MeasuredRun:
 
 def adapted(seen: MeasuredRun, config: PPOConfig) -> tuple[ServiceTimes, Workload]:
     """Times and work of a measured run for another configuration: more trainers divide the time by tokens, and more
-    threads divide that of a process."""
+    threads divide that of a process as far as it is parallel."""
     before, after = (each.allocation.train[0].parallel for each in (seen.config, config))
-    trainer, server = seen.times.trainer.divided(after.dp / before.dp), seen.times.server
+    times = replace(seen.times, trainer=seen.times.trainer.divided(after.dp / before.dp))
     if seen.times.cores < math.inf:
-        one, other = (_threads(each, int(seen.times.cores)) for each in (seen.config, config))
-        server, trainer = server.on_threads(other[0] / one[0]), trainer.on_threads(other[1] / one[1])
+        times = _on_threads(times, *(_threads(each, int(times.cores)) for each in (seen.config, config)))
     work = replace(seen.work, answers=config.gconfig.n_samples, max_tokens=config.gconfig.max_new_tokens)
     if config.benchmark.length:
         work = assumed_work(config)
     if not config.rollout.should_accept_fn:
         work = replace(work, rejected=tuple(one for one in work.rejected if one[0] != "filter"))
-    times = replace(seen.times, server=server, trainer=trainer)
     if others := [name for name, one, other in _sizes(seen.config, config) if one != other]:
-        source = f"{times.source} with another {' and '.join(others)}, which is assumed to be as fast"
+        source = f"{times.source}, with another {' and '.join(others)}, which is assumed to be as fast"
         times = replace(times, source=source, is_extrapolated=True)
     return times, work
 
@@ -144,6 +142,18 @@ def _threads(config: PPOConfig, cores: int) -> tuple[int, int]:
     """Of a server and of a trainer rank on one machine without GPUs."""
     computing = config.allocation.world_size
     return num_threads(config, "server", cores, computing), num_threads(config, "trainer", cores, computing)
+
+
+def _on_threads(times: ServiceTimes, before: tuple[int, int], now: tuple[int, int]) -> ServiceTimes:
+    if before == now:
+        return times
+    return replace(
+        times,
+        server=times.server.on_threads(before[0], now[0]),
+        trainer=times.trainer.on_threads(before[1], now[1]),
+        source=f"{times.source}, with another number of threads",
+        is_extrapolated=True,
+    )
 
 
 def _sizes(one: PPOConfig, other: PPOConfig) -> list[tuple[str, object, object]]:
@@ -229,6 +239,7 @@ class _Plan:
         )
         self._ranked = search.best(sorted({*STALENESS, bound}) if given.search else [bound], SEEDS)
         self._config = self._ranked[0].point.on(self._config)
+        self._times = self._settings(self._config).times
 
     @property
     def _steps(self) -> int | None:

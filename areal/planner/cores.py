@@ -45,10 +45,14 @@ class Cores:
         if seconds <= 0:
             return
         done = asyncio.Event()
-        Timer(self, done.set).set(self.time() + seconds)
+        timer = Timer(self, done.set)
+        timer.set(self.time() + seconds)
         self.use(cores)
-        await done.wait()
-        self.use(-cores)
+        try:
+            await done.wait()
+        finally:  # a step that is cancelled uses them no more
+            timer.cancel()
+            self.use(-cores)
 
 
 class Timer:

@@ -67,8 +67,11 @@ def computing_span(row: Mapping[str, Any]) -> tuple[float, float]:
     return row["time"] - row["seconds/step"] + row.get("seconds/wait_batch", 0.0), row["time"]
 
 
-def trainer_times(rows: Sequence[Mapping[str, Any]], clock: WorkClock, *, cores: float) -> TrainerTimes:
-    """`rows`: lines of metrics.jsonl, in order. InputError when the run has too few steps."""
+def trainer_times(
+    rows: Sequence[Mapping[str, Any]], clock: WorkClock, *, cores: float, first_s: float = -math.inf
+) -> TrainerTimes:
+    """`rows`: lines of metrics.jsonl, in order. `first_s`: from when on `clock` knows what the servers computed.
+    InputError when the run has too few steps."""
     rows = [row for row in rows if "seconds/update" in row and "rollout/tokens" in row]
     if len(rows) < WARMUP_STEPS + 3:
         text = f"the run has {len(rows)} train steps: a plan needs {WARMUP_STEPS + 3} at least"
@@ -77,7 +80,7 @@ def trainer_times(rows: Sequence[Mapping[str, Any]], clock: WorkClock, *, cores:
         row["seconds/elapsed"] - before["seconds/elapsed"] - row["seconds/step"]
         for before, row in zip(rows[WARMUP_STEPS - 1 :], rows[WARMUP_STEPS:], strict=False)
     ]
-    rows = rows[WARMUP_STEPS:]
+    rows = [row for row in rows[WARMUP_STEPS:] if computing_span(row)[0] >= first_s] or rows[WARMUP_STEPS:]
 
     def of(row: Mapping[str, Any], *names: str) -> float:
         return sum(row.get(f"seconds/{name}", 0.0) for name in names)
@@ -377,26 +380,37 @@ def shared_cores(
     rows: Sequence[Mapping[str, Any]], answers: Sequence[Served], cores: float, ranks: int
 ) -> tuple[WorkClock, float, float]:
     """The clock of a run on `cores`, and the cores that a server and a trainer rank use while they compute: their CPU
-    seconds by the seconds of their work, and 1 at least: with less, something else used the cores."""
-    spans: defaultdict[str, list[Span]] = defaultdict(list)
-    for one in answers:
-        spans[one.server].append((one.start_s, one.end_s))
-    servers, trainers = [joined(each) for each in spans.values()], [computing_span(row) for row in rows]
-    seen = [row for row in rows if "cpu/controller" in row][WARMUP_STEPS:]
+    seconds by the seconds of their work, and 1 at least: with less, something else used the cores. Both are those of
+    the steps that ended while there were answers, because `answers` may have the newest only."""
+    names = {one.server for one in answers if one.server} or {""}
+    servers = [joined((one.start_s, one.end_s) for one in answers if one.server == name) for name in names]
+    trainers = [computing_span(row) for row in rows]
+    first_s = min((one.start_s for one in answers), default=math.inf)
+    last_s = max((one.end_s for one in answers), default=-math.inf)
+    seen = [row for row in rows[WARMUP_STEPS:] if "cpu/controller" in row and first_s <= row["time"] <= last_s]
     of_server = of_rank = 1.0
     for _ in range(_ROUNDS):
         clock = WorkClock([(ranks * of_rank, trainers), *((of_server, each) for each in servers)], cores)
-        if len(seen) > WARMUP_STEPS and servers and cores < math.inf:
+        if len(seen) > WARMUP_STEPS and cores < math.inf:
             window = seen[0]["time"], seen[-1]["time"]
-            of_rank = max(1.0, _cpu_share(seen, "trainer-") / _work_share(trainers, window, clock) / ranks)
+            of_rank = _cores_of(_cpu_share(seen, "trainer-"), ranks * _work_share(trainers, window, clock))
             handled = _cpu_share(seen, "server-") + _cpu_share(seen, "controller")
-            of_server = max(1.0, handled / sum(_work_share(each, window, clock) for each in servers))
+            of_server = _cores_of(handled, sum(_work_share(each, window, clock) for each in servers))
     return clock, of_server, of_rank
 
 
+def _cores_of(cpu_share: float, work_share: float) -> float:
+    return max(1.0, cpu_share / work_share) if work_share else 1.0
+
+
 def _cpu_share(rows: Sequence[Mapping[str, Any]], kind: str) -> float:
-    """CPU seconds of the processes whose names begin so, in a second."""
-    used = [sum(value for name, value in row.items() if name.startswith(f"cpu/{kind}")) for row in rows]
+    """CPU seconds of the processes whose names begin so, in a second. One that is started again counts from 0."""
+    used, last = [0.0], dict(rows[0])
+    for row in rows[1:]:
+        counts = {name: value for name, value in row.items() if name.startswith(f"cpu/{kind}")}
+        more = [value - last[name] if value >= last[name] else value for name, value in counts.items() if name in last]
+        used.append(used[-1] + sum(more))
+        last |= counts
     return float(np.polyfit([row["time"] - rows[0]["time"] for row in rows], used, 1)[0])
 
 
@@ -439,7 +453,8 @@ def measured_run(folder: Path, *, cores: float) -> MeasuredRun:
     shared = cores if config.cluster.n_gpus_per_node == 0 else math.inf
     trained = [row for row in rows if "rollout/staleness_mean" in row]
     clock, server_cores, rank_cores = shared_cores(trained, answers, shared, config.allocation.train[0].parallel.dp)
-    trainer = trainer_times(rows, clock, cores=rank_cores)
+    first_s = after_s if shared < math.inf else -math.inf
+    trainer = trainer_times(rows, clock, cores=rank_cores, first_s=first_s)
     worked = [replace(one, start_s=clock.at(one.start_s), end_s=clock.at(one.end_s)) for one in answers]
     step_s, sequence_s, context_s = decode_times(worked)
     known = [one for one in episodes if one.lengths]

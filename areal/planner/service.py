@@ -10,6 +10,13 @@ from areal.api.config import PPOConfig
 from areal.api.config.experiment import LengthRule
 
 
+def speedup(cores: float, before: int, now: int) -> float:
+    """How much faster a process is on `now` threads that used so many cores of `before` threads: Amdahl's law."""
+    used = min(cores, before)
+    serial = (before / used - 1) / (before - 1) if before > 1 else 0.0
+    return 1 / used / (serial + (1 - serial) / now)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTimes:
     """Of one server. A decode step of b sequences with C tokens of context together takes
@@ -47,8 +54,9 @@ class ServerTimes:
             multiplicity=self.multiplicity * factor,
         )
 
-    def on_threads(self, factor: float) -> Self:
-        """It computes with `factor` times as many threads."""
+    def on_threads(self, before: int, now: int) -> Self:
+        """It computes with `now` threads, not with `before`."""
+        factor = speedup(self.cores, before, now)
         return replace(
             self,
             step_s=self.step_s / factor,
@@ -90,8 +98,9 @@ class TrainerTimes:
     spread: tuple[float, ...] = (1.0,)
     """What the time of a step is multiplied by: one of these, at random."""
 
-    def on_threads(self, factor: float) -> Self:
-        """Each rank computes with `factor` times as many threads."""
+    def on_threads(self, before: int, now: int) -> Self:
+        """Each rank computes with `now` threads, not with `before`."""
+        factor = speedup(self.cores, before, now)
         before_s, update_s = self.before_s / factor, self.update_s / factor
         return replace(self.divided(factor), before_s=before_s, update_s=update_s, cores=self.cores * factor)
 

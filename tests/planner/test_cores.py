@@ -9,6 +9,7 @@ import pytest
 from areal.planner.command import adapted
 from areal.planner.cores import Cores, Timer, WorkClock, joined, speed
 from areal.planner.measured import MeasuredRun, Served, shared_cores
+from areal.planner.service import speedup
 from areal.planner.virtual_loop import run_virtual
 from tests.planner.test_simulation import setting
 
@@ -44,6 +45,20 @@ def test_workers_that_join_and_leave_slow_each_other_down():
     assert ends == pytest.approx({"two": 5.0, "timer": 5.0, "one": 6.0})
 
 
+def test_work_that_is_cancelled_frees_its_cores():
+    async def main() -> float:
+        cores = Cores(1)
+        first = asyncio.create_task(cores.work(10.0, 1.0))
+        await asyncio.sleep(1.0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert not cores.timers
+        await cores.work(2.0, 1.0)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(3.0)
+
+
 def test_the_clock_of_a_run_undoes_what_its_processes_took_from_each_other():
     # One core: both are busy from 2 s to 4 s, at half of the speed.
     clock = WorkClock([(1.0, [(0.0, 4.0)]), (1.0, [(2.0, 6.0)])], cores=1)
@@ -52,7 +67,7 @@ def test_the_clock_of_a_run_undoes_what_its_processes_took_from_each_other():
     assert joined([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0)]) == [(0.0, 2.0), (3.0, 4.0)]
 
 
-def test_the_cores_that_processes_of_a_run_use():
+def recorded_run() -> tuple[list[dict[str, float]], Served]:
     """A server that always computes on 1.5 cores with its part of the controller, and a trainer that computes on two
     in half of each step: on two cores, 3.5 in that half."""
     rows, used = [], {"cpu/server-0": 0.0, "cpu/controller": 0.0, "cpu/trainer-0": 0.0}
@@ -61,20 +76,66 @@ def test_the_cores_that_processes_of_a_run_use():
             alone_s = 0.0 if name == "cpu/trainer-0" else 1.0
             used[name] += share * (alone_s + 2 / 3.5)  # a second alone, and one with the trainer
         rows.append({"time": 2.0 * step + 2, "seconds/step": 2.0, "seconds/wait_batch": 1.0, **used})
-    answers = [Served(server="server-0", start_s=0.0, end_s=40.0, prompt=1, tokens=100)]
-    clock, *found = shared_cores(rows, answers, 2, 1)
+    return rows, Served(server="server-0", start_s=0.0, end_s=40.0, prompt=1, tokens=100)
+
+
+def test_the_cores_that_processes_of_a_run_use():
+    rows, answer = recorded_run()
+    clock, *found = shared_cores(rows, [answer], 2, 1)
     assert found == pytest.approx([1.5, 2.0], rel=0.01)
-    assert shared_cores(rows, answers, 2, 2)[1:] == pytest.approx((1.5, 1.0), rel=0.01)  # of each of two ranks
+    assert shared_cores(rows, [answer], 2, 2)[1:] == pytest.approx((1.5, 1.0), rel=0.01)  # of each of two ranks
     assert clock.speed(1.0, 2.0) == pytest.approx(2 / 3.5, rel=0.01)
     assert shared_cores(rows, [], 2, 1)[1:] == (1.0, 1.0)  # `decode_times` says what is missing
-    clock, *found = shared_cores(rows, answers, math.inf, 1)
+    clock, *found = shared_cores(rows, [answer], math.inf, 1)
     assert (clock.speed(1.0, 2.0), found) == (1.0, [1.0, 1.0])
 
 
-def test_more_processes_on_a_machine_have_fewer_threads_each():
+def test_cores_are_those_of_the_steps_whose_answers_are_known():
+    rows, answer = recorded_run()
+    for start_s in (20.0, 30.0):
+        found = shared_cores(rows, [replace(answer, start_s=start_s)], 2, 1)[1:]
+        assert found == pytest.approx((1.5, 2.0), rel=0.01)
+    assert shared_cores(rows, [replace(answer, end_s=20.0)], 2, 1)[1:] == pytest.approx((1.5, 2.0), rel=0.01)
+    assert shared_cores(rows, [replace(answer, start_s=50.0, end_s=60.0)], 2, 1)[1:] == (1.0, 1.0)
+    ends = [replace(answer, end_s=4.0), replace(answer, start_s=40.0, end_s=41.0)]  # nothing between them
+    assert shared_cores(rows, ends, 2, 1)[1] == 1.0
+
+
+def test_a_process_that_was_started_again_counts_its_cpu_time_from_0():
+    rows, answer = recorded_run()
+    for row in rows[10:]:
+        row["cpu/server-0"] -= rows[9]["cpu/server-0"]
+        row["cpu/trainer-0"] -= rows[9]["cpu/trainer-0"]
+    assert shared_cores(rows, [answer], 2, 1)[1:] == pytest.approx((1.5, 2.0), rel=0.01)
+
+
+def test_answers_of_several_servers_are_not_those_of_one_more():
+    rows, answer = recorded_run()
+    assert shared_cores(rows, [answer, replace(answer, server="")], 2, 1)[1:] == pytest.approx((1.5, 2.0), rel=0.01)
+    assert shared_cores(rows, [replace(answer, server="")], 2, 1)[1:] == pytest.approx((1.5, 2.0), rel=0.01)
+
+
+def seen_with(cores: float) -> MeasuredRun:
+    """On four cores, of which the server and the trainer used so many, each with two threads."""
     one = setting()
-    times = replace(one.times, cores=4)  # two processes with two threads each; with three servers one for each
-    seen = MeasuredRun(config=one.config, times=times, work=one.work, step_s=1.0, staleness=0.0)
-    found = adapted(seen, replace(one.config, allocation_mode="native:d3+fsdp:d1"))[0]
-    assert (found.server.step_s, found.server.cores) == (2 * times.server.step_s, 0.5 * times.server.cores)
-    assert (found.trainer.update_s, found.trainer.cores) == (2 * times.trainer.update_s, 0.5 * times.trainer.cores)
+    server, trainer = (replace(each, cores=cores) for each in (one.times.server, one.times.trainer))
+    times = replace(one.times, cores=4, server=server, trainer=trainer)
+    return MeasuredRun(config=one.config, times=times, work=one.work, step_s=1.0, staleness=0.0)
+
+
+def test_more_processes_on_a_machine_have_fewer_threads_each():
+    seen = seen_with(2.0)  # with three servers one thread for each
+    times, (found, _) = seen.times, adapted(seen, replace(seen.config, allocation_mode="native:d3+fsdp:d1"))
+    assert (found.server.step_s, found.server.cores) == (2 * times.server.step_s, 1.0)
+    assert (found.trainer.update_s, found.trainer.cores) == (2 * times.trainer.update_s, 1.0)
+    assert found.is_extrapolated
+    assert "another number of threads" in found.source
+
+
+def test_threads_make_a_process_faster_only_as_far_as_it_is_parallel():
+    for cores, factor in ((1.0, 1.0), (4 / 3, 1.2), (2.0, 2.0)):  # serial: all, half and nothing of its work
+        assert speedup(cores, 2, 4) == pytest.approx(factor)
+    assert speedup(2.5, 2, 1) == 0.5  # a part of the controller's work is in the cores of a server
+    seen = seen_with(1.0)
+    found = adapted(seen, replace(seen.config, allocation_mode="native:d3+fsdp:d1"))[0]
+    assert (found.server.step_s, found.server.cores) == (seen.times.server.step_s, 1.0)

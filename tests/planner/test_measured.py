@@ -25,6 +25,7 @@ from areal.planner.measured import (
     Served,
     _Load,
     answers_of,
+    computing_span,
     decode_times,
     nonnegative_fit,
     reward_times,
@@ -65,6 +66,15 @@ def test_the_times_of_a_trainer():
     assert times.divided(4).update_token_s == pytest.approx(0.00025)
     with raises_code("plan.too_few_steps"):
         trainer_times(rows(4), WorkClock([], 2), cores=1.0)
+
+
+def test_steps_before_the_known_answers_do_not_count():
+    found = rows(12)
+    for row in found[:8]:
+        row["seconds/update"] *= 2  # slowed by servers whose work is not known
+    first_s = computing_span(found[8])[0]
+    times = trainer_times(found, WorkClock([], 2), cores=1.0, first_s=first_s)
+    assert (times.update_s, times.update_token_s) == pytest.approx((2.0, 0.001))
 
 
 def episode(start_s: float, lengths: list[int], seconds: float, reward_s: float = 0.0) -> Episode:

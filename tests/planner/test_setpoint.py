@@ -125,7 +125,7 @@ def test_servers_must_run_at_once_what_the_set_point_admits():
         assert values[10 : CHANGE - 4] == pytest.approx([TARGET] * (CHANGE - 14), rel=0.1)
         return values[CHANGE + 8 : -3]
 
-    held = after_the_change(2 * (TARGET + 1) * SIZE * 8)
+    held = after_the_change((TARGET + 1) * SIZE * 8)
     assert held == pytest.approx([TARGET] * len(held), rel=0.1)
     assert max(abs(value - TARGET) for value in after_the_change(SIZE * 8)) > 0.1 * TARGET
 
