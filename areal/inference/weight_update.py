@@ -176,37 +176,39 @@ class ServedWeights:
     def receive_folder(self, folder: Path) -> None:
         """Receive the safetensors checkpoint in `folder`, or the base checkpoint with the adapter that is in it.
         RequestError for a folder that cannot be used."""
-        with ExitStack() as stack, self._received_whole():
-            changes = None
-            if (folder / ADAPTER_CONFIG).exists() and self.base is not None:
-                changes, folder = AdapterChanges.read(folder, self.base, self._device), self.base
-            files = [stack.enter_context(safe_open(path, framework="pt")) for path in self._checked_files(folder)]
-            for file in files:
-                for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
-                    value = file.get_tensor(name)
-                    self.receive_value(name, changes.applied(name, value) if changes else value)
-            self._changes = changes
+        try:
+            with ExitStack() as stack, self._on_own_stream():
+                changes = None
+                if (folder / ADAPTER_CONFIG).exists() and self.base is not None:
+                    changes, folder = AdapterChanges.read(folder, self.base, self._device), self.base
+                files = [stack.enter_context(safe_open(path, framework="pt")) for path in self._checked_files(folder)]
+                for file in files:
+                    for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
+                        value = file.get_tensor(name)
+                        self.receive_value(name, changes.applied(name, value) if changes else value)
+                self._changes = changes
+        except BaseException as error:
+            self._forget(error)
+            raise
 
     def receive_contents(self, contents: Mapping[str, NDArray[np.uint8]]) -> None:
         """Receive a safetensors checkpoint whose files are in memory. RequestError for one that cannot be used."""
         self._received, self._changes = {}, None
-        with self._received_whole():
-            for file, content in contents.items():
-                for name, value in tensors_of(content) if file.endswith(".safetensors") else ():
-                    self.check(name, list(value.shape))
-                    self.receive_value(name, value)
-
-    @contextmanager
-    def _received_whole(self) -> Iterator[None]:
-        """After an error in the block nothing is left of a checkpoint. RequestError whatever is wrong in it."""
         try:
             with self._on_own_stream():
-                yield
+                for file, content in contents.items():
+                    for name, value in tensors_of(content) if file.endswith(".safetensors") else ():
+                        self.check(name, list(value.shape))
+                        self.receive_value(name, value)
         except BaseException as error:
-            self._received = {}
-            if isinstance(error, RequestError) or not isinstance(error, Exception):
-                raise
-            # One request: a file can be wrong in any way.
+            self._forget(error)
+            raise
+
+    def _forget(self, error: BaseException) -> None:
+        """Forget what was received of a checkpoint. RequestError for an unexpected error: its files can be wrong in any
+        way, and the error ends one request."""
+        self._received = {}
+        if isinstance(error, Exception) and not isinstance(error, RequestError):
             message = f"the checkpoint folder cannot be read: {str(error) or type(error).__name__}"
             raise RequestError(message, code="weights.bad_folder") from error
 

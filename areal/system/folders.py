@@ -307,6 +307,7 @@ _SILENCE_S = 30.0
 _MAX_FAILURES, _MIRROR_FAILURES = 8, 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _POLL_S = 0.05
+_BUSY_S = 10.0
 LIST = ".list"
 """File in a copy: the list by which others verify what they copy from here."""
 SHARED = "file://"
@@ -384,11 +385,12 @@ class FolderPuller:
                         if is_exclusive and not is_complete(final):
                             transfers.append(transfer := _Transfer([*usable, url], match, self._token))
                             problem = problem or self._rebuild(transfer, unfinished(final), deltas or {}, transfers)
-                            problem = _copy(transfer, final, problem)
+                            problem = _copy_rest(transfer, final, problem)
                             _remove_old(self._local.path, final)
                     if not is_exclusive:
                         time.sleep(_POLL_S)  # another process of this machine pulls it
                 if not self._is_held(final):
+                    self.held = None  # an older one
                     os.utime(final)
             except OSError as error:
                 text = error.strerror or error
@@ -462,11 +464,11 @@ class FolderPuller:
         if base is None:
             return ""
         try:
-            differences = self._read_differences(root, base.name, deltas, transfers)
-            self.held = None  # before another version is read
-            files = files or _read_folder(base)
-            for difference in differences:
-                change(files, difference.data)
+            with self._differences(root, base.name, deltas, transfers) as differences:
+                self.held = None  # before another version is read
+                files = files or _read_folder(base)
+                for difference in differences:  # one at a time: together they may be as large as the weights
+                    change(files, np.fromfile(difference, np.uint8).data)
         except ArealError as error:
             return str(error)
         listed = FolderList.of_contents({name: data.data for name, data in files.items()})
@@ -477,21 +479,25 @@ class FolderPuller:
         self.held = HeldFolder(offered, files)
         return ""
 
-    def _read_differences(
+    @contextlib.contextmanager
+    def _differences(
         self, root: Path, base: str, deltas: Mapping[str, str], transfers: "list[_Transfer]"
-    ) -> list[NDArray[np.uint8]]:
-        """They stay on the disk for other servers of this machine for as long as the trainer offers them."""
-        while True:
-            with exclusive(root / ".pulling") as is_exclusive:
-                if is_exclusive:
-                    urls = _since(base, deltas)
-                    found = [np.fromfile(path / DELTA_FILE, np.uint8) for path in self._fetch(root, urls, transfers)]
-                    used = {url.rpartition("/")[2] for url in deltas.values()}
-                    for path in root.glob(f"*{DELTA}*"):
-                        if path.name not in used:
-                            shutil.rmtree(path, ignore_errors=True)
-                    return found
-            time.sleep(_POLL_S)  # another process of this machine pulls
+    ) -> Iterator[Sequence[BinaryIO]]:
+        """The open files with the differences since the version `base`. They stay on the disk for other servers of this
+        machine for as long as the trainer offers them."""
+        with contextlib.ExitStack() as opened:
+            while True:
+                with exclusive(root / ".pulling") as is_exclusive:
+                    if is_exclusive:
+                        paths = self._fetch(root, _since(base, deltas), transfers)
+                        found = [opened.enter_context(open(path / DELTA_FILE, "rb")) for path in paths]
+                        used = {url.rpartition("/")[2] for url in deltas.values()}
+                        for path in root.glob(f"*{DELTA}*"):
+                            if path.name not in used:
+                                shutil.rmtree(path, ignore_errors=True)
+                        break
+                time.sleep(_POLL_S)  # another process of this machine pulls
+            yield found
 
     def _is_held(self, folder: Path) -> bool:
         return self.held is not None and self.held.offered.path == folder
@@ -503,10 +509,20 @@ class FolderPuller:
             yield self.held.files if self.held is not None and self.held.offered.path == folder else None
 
     def _write_held(self, folder: Path) -> None:
-        """Write the folder in memory to the disk, for a server that joins; nothing when it is another one by now."""
-        with self.reading(folder) as files:
-            if files is not None:
-                write_folder(files, folder)
+        """Write the folder in memory to the disk, for a server that joins. Nothing when it is another one by now, or
+        while another process of this machine pulls for `_BUSY_S`: that one may be waiting for this folder."""
+        give_up = time.monotonic() + _BUSY_S
+        with self._lock:
+            while (held := self.held) is not None and self._is_held(folder) and not is_complete(folder):
+                with exclusive(folder.parent / ".pulling") as is_exclusive:
+                    if is_exclusive:
+                        listed = np.frombuffer(held.offered.list_bytes, np.uint8)
+                        write_folder({**held.files, LIST: listed}, folder)
+                        _remove_old(folder.parent, folder, differences=False)
+                if not is_exclusive:
+                    if time.monotonic() > give_up:
+                        return
+                    time.sleep(_POLL_S)
 
     def _is_copy(self, mirror: str, name: str) -> bool:
         """Whether an address is that of a folder `name` on a machine of this run."""
@@ -555,8 +571,9 @@ def _drop(base: Path, root: Path) -> None:
         shutil.rmtree(base, ignore_errors=True)
 
 
-def _copy(transfer: "_Transfer", final: Path, problem: str) -> str:
-    """Copy what differences have not made. `problem`: with them; returned when bytes were copied because of it."""
+def _copy_rest(transfer: "_Transfer", final: Path, problem: str) -> str:
+    """Copy what differences have not made; returns why that was needed although there were some. `problem`: why they
+    could not be applied; else empty."""
     try:
         transfer.run(final)
     except RequestError as error:
@@ -574,9 +591,11 @@ def unfinished(final: Path) -> Path:
     return final.with_name(f".{final.name}")
 
 
-def _remove_old(root: Path, newest: Path) -> None:
-    """Remove old versions, and what killed processes left. No other process may be pulling."""
+def _remove_old(root: Path, newest: Path, *, differences: bool = True) -> None:
+    """Remove old versions, and what killed processes left. No other process may be pulling. `differences`: these too.
+    Other processes may make their versions from them."""
     found = [path for path in root.iterdir() if path.is_dir() and path != newest]
+    found = [path for path in found if differences or DELTA not in path.name]
     versions = [path for path in found if not path.name.startswith((".", DELTA)) and is_complete(path)]
     kept = sorted(versions, key=lambda path: path.stat().st_mtime)[-(KEPT - 1) :]
     for path in found:

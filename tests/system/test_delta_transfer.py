@@ -6,9 +6,13 @@ import asyncio
 import errno
 import os
 import tempfile
+import threading
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +22,7 @@ from aiohttp.test_utils import TestServer
 
 from areal.system import folders
 from areal.system.durable import is_complete
-from areal.system.folder_delta import write_delta
+from areal.system.folder_delta import change, write_delta
 from areal.system.folders import (
     DELTA_FILE,
     PULLED_WEIGHTS,
@@ -320,24 +324,163 @@ def test_a_version_in_memory_does_not_change_while_it_is_read(trainer: Trainer, 
         assert files is None, "it is another version by now"
 
 
-async def test_a_version_in_memory_is_written_for_a_server_that_joins_and_only_while_it_is_there(
+async def test_a_version_in_memory_is_written_for_a_server_that_joins_which_then_survives_the_next_version(
     trainer: Trainer, native: FolderPuller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for version in (0, 1):
         pulled = await asyncio.to_thread(native.pull, trainer.urls[version], (), trainer.chain(0, version))
+    requests: list[str] = []
+    get = folders._Transfer._get
+
+    def cut(self: folders._Transfer, path: str, start: int) -> BufferedIOBase:
+        """The first answer for a file is lost, and the next version comes before the second request."""
+        answer = get(self, path, start)
+        requests.append(path)
+        if requests == ["", "/0"]:
+            native.pull(trainer.urls[2], (), trainer.chain(0, 2))
+            raise folders._Cut("lost")
+        return answer
+
     app = web.Application()
     app.add_routes(folder_routes(native.offered, PULLED_WEIGHTS, lambda status, text, code: web.Response(status=404)))
     async with TestServer(app) as server:
         mirror = str(server.make_url(f"{PULLED_WEIGHTS}/{pulled.path.name}"))
         (folder := tmp_path / "joins").mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(folder))
         joins = FolderPuller("secret", {}, in_memory=True)
-        trainer.server.close()
-        copy = await asyncio.to_thread(joins.pull, trainer.urls[1], [mirror])
+        joins._local = elsewhere(folder, monkeypatch)
+        away = trainer.folder(1).rename(tmp_path / "away")
+        with monkeypatch.context() as patch:
+            patch.setattr(folders._Transfer, "_get", cut)
+            copy = await asyncio.to_thread(joins.pull, trainer.urls[1], [mirror])
+        away.rename(trainer.folder(1))
+        assert requests[:2] + requests[-1:] == ["", "/0", "/0"]
         assert is_version(copy, trainer, 1)
         assert is_version(pulled, trainer, 1), "written when it was asked for"
+        assert native._is_held(pulled.path.with_name(trainer.name(2)))
         joins.close()
-    assert native.offered(trainer.name(2)) is None
+
+
+def elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> folders.LocalFolder:
+    """As on another machine."""
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder))
+        return folders.LocalFolder("copies")
+
+
+def write(puller: FolderPuller, name: str) -> None:
+    offered = puller.offered(name)
+    assert offered is not None
+    assert offered.write is not None
+    offered.write()
+
+
+def versions_of(root: Path) -> set[str]:
+    return {path.name.partition("-")[0] for path in root.iterdir() if path.is_dir() and "delta_" not in path.name}
+
+
+def test_a_version_that_has_left_the_memory_is_not_written(trainer: Trainer, native: FolderPuller) -> None:
+    for version in (0, 1):
+        pulled = native.pull(trainer.urls[version], (), trainer.chain(0, version))
+    old = native.offered(trainer.name(1))
+    native.pull(trainer.urls[2], (), trainer.chain(0, 2))
+    assert native.offered(trainer.name(1)) is None
+    assert old is not None
+    assert old.write is not None
+    old.write()
+    assert not pulled.path.exists()
+
+
+def test_of_versions_that_are_written_for_servers_that_join_two_stay_on_the_disk(
+    trainer: Trainer, native: FolderPuller
+) -> None:
+    for version in range(4):
+        root = native.pull(trainer.urls[version], (), trainer.chain(0, version)).path.parent
+        if version:
+            write(native, trainer.name(version))
+    assert versions_of(root) == {"v000002", "v000003"}
+    left = {path.name for path in root.glob("delta_*")}
+    assert left == {url.rpartition("/")[2] for url in trainer.deltas}, "other servers of the machine need them"
+
+
+@pytest.mark.parametrize("other_version", [1, 3])
+def test_a_version_is_written_whole_while_another_process_of_the_machine_writes_or_pulls(
+    trainer: Trainer, native: FolderPuller, monkeypatch: pytest.MonkeyPatch, other_version: int
+) -> None:
+    """The other process begins when all files are written and the folder has no name yet."""
+    other = FolderPuller("secret", {}, in_memory=True)
+    for version in (0, 1):
+        for each in (native, other):
+            pulled = each.pull(trainer.urls[version], (), trainer.chain(0, version))
+    publish, lock, is_met, started = (
+        folders.publish_folder,
+        folders.exclusive,
+        threading.Event(),
+        list[Future[object]](),
+    )
+
+    @contextmanager
+    def noted(path: Path) -> Iterator[bool]:
+        with lock(path) as is_exclusive:
+            if not is_exclusive:
+                is_met.set()
+            yield is_exclusive
+
+    def meanwhile(writing: Path, final: Path, *, sum_up: bool, sync: bool) -> None:
+        if not started:
+            call = (write, other, trainer.name(1)) if other_version == 1 else (other.pull, trainer.urls[3])
+            started.append(pool.submit(*call))
+            started[0].add_done_callback(lambda _: is_met.set())
+            assert is_met.wait(60)
+        publish(writing, final, sum_up=sum_up, sync=sync)
+
+    monkeypatch.setattr(folders, "exclusive", noted)
+    monkeypatch.setattr(folders, "publish_folder", meanwhile)
+    with ThreadPoolExecutor() as pool:
+        write(native, trainer.name(1))
+        started[0].result(60)
+    assert is_version(pulled, trainer, 1)
+    assert versions_of(pulled.path.parent) == {"v000001", "v000000" if other_version == 1 else "v000003"}
+    other.close()
+
+
+async def test_a_process_that_pulls_does_not_wait_for_a_copy_of_its_own_machine_which_waits_for_it(
+    trainer: Trainer, native: FolderPuller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "_BUSY_S", 0.0)
+    for version in (0, 1):
+        await asyncio.to_thread(native.pull, trainer.urls[version], (), trainer.chain(0, version))
+    app = web.Application()
+    app.add_routes(folder_routes(native.offered, PULLED_WEIGHTS, lambda status, text, code: web.Response(status=404)))
+    async with TestServer(app) as server:
+        mirror = str(server.make_url(f"{PULLED_WEIGHTS}/{trainer.name(1)}"))
+        joins = FolderPuller("secret", {}, in_memory=True)
+        copy = await asyncio.to_thread(joins.pull, trainer.urls[1], [mirror])
+        assert is_version(copy, trainer, 1), "from the trainer"
+        joins.close()
+
+
+def test_a_whole_copy_replaces_the_version_in_memory(trainer: Trainer, native: FolderPuller) -> None:
+    for version in (0, 1):
+        native.pull(trainer.urls[version], (), trainer.chain(0, version))
+    pulled = native.pull(trainer.urls[2])
+    assert is_version(pulled, trainer, 2)
+    assert (native.held, native.offered(trainer.name(1))) == (None, None)
+
+
+def test_the_differences_of_a_chain_are_in_memory_one_at_a_time(
+    trainer: Trainer, native: FolderPuller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native.pull(trainer.urls[0])
+    read = list[weakref.ref[object]]()
+
+    def noted(files: dict[str, np.ndarray], delta: memoryview) -> None:
+        assert [each() for each in read] == [None] * len(read)
+        read.append(weakref.ref(delta.obj))
+        change(files, delta)
+
+    monkeypatch.setattr(folders, "change", noted)
+    pulled = native.pull(trainer.urls[3], (), trainer.chain(0, 3))
+    assert (len(read), is_held(native, pulled, trainer, 3)) == (3, True)
 
 
 def test_names_that_leave_the_folder_and_other_machines_are_not_followed(
