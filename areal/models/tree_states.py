@@ -224,7 +224,8 @@ def _chosen(values: Tensor, places: Tensor) -> Tensor:
 
 def continues_state(layer: nn.Module, config: Any, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a layer like this one, with the installed packages, computes of a tree what it computes of each row: the
-    outputs, and the gradients of its inputs. The layer may have no memory."""
+    outputs, and the gradients of its inputs. The layer may have no memory. A device without memory or with an error is
+    no answer: torch.OutOfMemoryError, torch.AcceleratorError."""
     name = cache_parameter(layer)
     if name is None:
         return False
@@ -254,5 +255,7 @@ def continues_state(layer: nn.Module, config: Any, device: torch.device, dtype: 
                     )
                     pairs += [(ours, whole), (own, exact)]
             return all(bool((ours - exact).norm() <= _TOLERANCE * exact.norm()) for ours, exact in pairs)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
     except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return False

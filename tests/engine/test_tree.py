@@ -173,6 +173,19 @@ def test_layers_that_cannot_continue_a_state_are_refused(models_with_states):
         engine_cases.make_engine(models_with_states / "jamba", shared_prefixes="tree")
 
 
+def test_a_device_without_memory_is_no_layer_that_cannot_continue_a_state():
+    class WithoutMemory(torch.nn.Module):
+        def __init__(self, config, layer_idx):
+            super().__init__()
+            if layer_idx == 0:
+                raise torch.OutOfMemoryError
+
+        def forward(self, hidden_states, cache_params=None): ...
+
+    with pytest.raises(torch.OutOfMemoryError):
+        tree_states.continues_state(WithoutMemory(None, 1), None, torch.device("cpu"), torch.float32)
+
+
 ROWS_WITH_IMAGES = [[0, 1, 2, 3], [0, 1, 4], [0, 1], [5], [5], [0, 1, 2, 3], [6, 7]]
 """Parts of each row. Parts 0, 2 and 5 have the images 0, 1 and 2; those of 0 and 5 are equal but for their images."""
 
