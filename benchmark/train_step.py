@@ -26,7 +26,8 @@ contain 90% of the ratios of rounds that are drawn again at random.
 With --tree: seconds of a step of one process over the answers of `tree_shapes.json`, whose turns fork (`branches`: the
 different ones of each turn), its CPU seconds, MiB that the step adds, and CPU seconds of a step over rows that share
 nothing. --versus measures another commit in turn, and prints the ratios and what contains 90% of them. With --states N:
-CPU seconds of a step of a Qwen3.5 of 24M parameters over N of these answers as a tree, and over separate rows.
+CPU seconds of a step of a Qwen3.5 of 24M parameters over N of these answers as a tree, and over separate rows, in turn;
+their ratio, and what contains 90% of the ratios.
 
 `packed_qwen3_5` compares a packed row of a Qwen3.5 of log-normal lengths with the padded batch in transformers.
 
@@ -74,7 +75,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # after the tree that
 
 from benchmark.communication import FreeMesh, exchanges, seconds_of, seconds_of_meeting
 from benchmark.meetings import meet, meetings
-from benchmark.other_tree import compared
+from benchmark.other_tree import compared, interval, median_ratio
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
@@ -377,27 +378,40 @@ def forked_rows(shape: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]
     return rows, [[0] * len(prompt) + mask * len(turns) for _ in rows]
 
 
-def run_states(*, tiny: bool, answers: int) -> dict[str, float]:
-    """CPU seconds of a step of a Qwen3.5 over answers of `tree_shapes.json`, as a tree and as separate rows."""
+def run_states(*, tiny: bool, number: int, rounds: int) -> dict[str, object]:
+    """CPU seconds of a step of a Qwen3.5 over some answers of `tree_shapes.json`, as a tree and as separate rows."""
     torch.set_num_threads(1)
     shape = json.loads((Path(__file__).parent / "tree_shapes.json").read_text())
+    if not 1 <= number <= shape["answers"]:
+        sys.exit(f"--states {number}: tree_shapes.json has {shape['answers']} answers: use 1 to {shape['answers']}")
     if tiny:
         shape |= {"prompt_tokens": 20, "turn_tokens": 8, "trained_tokens": 5}
-    rows, masks = (each[:: len(each) // answers] for each in forked_rows(shape))
-    found: dict[str, float] = {}
+    rows, masks = ([each[place * len(each) // number] for place in range(number)] for each in forked_rows(shape))
+    timed: dict[str, Callable[[], float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = qwen3_5(len(rows[0]), tiny=tiny)
         model.save_pretrained(folder)
         batch = rows_to_train_batch([[token % model.vocab_size for token in row] for row in rows], masks)
-        work = Work(len(batch.input_ids), len(rows), 0, 1)
+        work = Work(len(batch.input_ids), len(rows), 0, rounds)
         for kind, name in (("tree", "tree"), ("off", "rows")):
             config = TrainEngineConfig(
                 path=folder, init_from_scratch=True, dtype="float32", optimizer=OptimizerConfig(), shared_prefixes=kind
             )
-            engine = TRAIN_ENGINES["fsdp"](config, role="actor", total_steps=9, mesh=TrainerMesh.open(None), seed=0)
+            engine = TRAIN_ENGINES["fsdp"](
+                config, role="actor", total_steps=rounds + 1, mesh=TrainerMesh.open(None), seed=0
+            )
             _step(engine, take(batch, [0]), work)
-            found[f"{name}_cpu_s"] = _step(engine, batch, work)["cpu_seconds"]
-    return found | {"rows_over_tree": found["rows_cpu_s"] / found["tree_cpu_s"], "tokens": len(batch.input_ids)}
+            timed[name] = lambda engine=engine: _step(engine, batch, work)["cpu_seconds"]
+    pairs = [(timed["rows"](), timed["tree"]()) for _ in range(rounds)]
+    seconds = [median(column) for column in zip(*pairs, strict=True)]
+    return {
+        "answers": number,
+        "tokens": len(batch.input_ids),
+        "rows_cpu_s": seconds[0],
+        "tree_cpu_s": seconds[1],
+        "rows_over_tree": median_ratio(pairs),
+        "rows_over_tree_within": interval(pairs),
+    }
 
 
 def run_tree(*, tiny: bool, dtype: str) -> dict[str, float]:
@@ -442,13 +456,13 @@ def main() -> None:
     parser.add_argument("--states", type=int, metavar="N", help="N answers as a tree and as rows, of a Qwen3.5")
     parser.add_argument("--dtype", default="float32", help="of --tree: %(default)s")
     parser.add_argument("--versus", metavar="REV", help="with --tree: a commit, measured in turn with this tree")
-    parser.add_argument("--rounds", type=int, default=5, help="of --versus")
+    parser.add_argument("--rounds", type=int, default=5, help="of --versus and --states")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.states:
-        print(json.dumps(run_states(tiny=args.tiny, answers=args.states)))
+    if args.states is not None:
+        print(json.dumps(run_states(tiny=args.tiny, number=args.states, rounds=args.rounds)))
         return
     if args.tree:
         words = ["--tree", "--one", "--dtype", args.dtype, *(["--tiny"] if args.tiny else [])]
