@@ -22,7 +22,7 @@ from areal.observe.log import get_logger
 from areal.planner.calibration import calibrate
 from areal.planner.cards import card_times, known_card
 from areal.planner.measured import MeasuredRun, measured_run
-from areal.planner.report import Figures, Gain, Point, bound_line, figure_lines, gains, simulated, steps_for
+from areal.planner.report import Point, bound_line, figure_lines, gains, simulated, steps_for
 from areal.planner.search import BEST, STALENESS, Ranked, Search
 from areal.planner.service import ServiceTimes, Workload, mean_tokens
 from areal.planner.simulation import Setting, part_of
@@ -63,7 +63,6 @@ def plan_command(words: Sequence[str]) -> int:
         raise ConfigError("--write: there is a choice to write only with --devices or --search", code="plan.no_choice")
     config, seen = _sources(given)
     plan = _Plan(given, config, seen)
-    plan.make()
     sys.stdout.write((json.dumps(plan.facts()) if given.json else "\n".join(plan.lines())) + "\n")
     return 0
 
@@ -199,11 +198,21 @@ class _Plan:
     """Simulates, and describes the result."""
 
     def __init__(self, given: argparse.Namespace, config: PPOConfig, seen: MeasuredRun | None) -> None:
-        self._given, self._config, self._seen = given, config, seen
-        self._times, self._before = self._settings(config).times, Point.of(config)
-        self._ranked: list[Ranked] = []
-        self._figures: Figures | None = None
-        self._gains: list[Gain] = []
+        self._given, self._seen = given, seen
+        logger = get_logger("areal")
+        level = logger.level
+        logger.setLevel("ERROR")  # the fleet of a simulation logs what that of a run does
+        try:
+            self._ranked = self._searched(config) if given.search or given.devices else list[Ranked]()
+            self._config = self._ranked[0].point.on(config) if self._ranked else config
+            self._setting = self._settings(self._config)
+            self._figures = self._ranked[0].figures if self._ranked else simulated(self._setting, SEEDS)
+            self._gains = gains(self._config, self._settings, _say)
+        finally:
+            logger.setLevel(level)
+        if given.write is not None:
+            options = self._ranked[0].point.options(Point.of(config))
+            write_atomic(given.write, yaml.safe_dump(_nested(options)).encode())
 
     def _settings(self, config: PPOConfig) -> Setting:
         if self._seen is not None:
@@ -212,34 +221,17 @@ class _Plan:
         tokens = config.train_dataset.batch_size * (mean_tokens(work) + work.prompt * work.answers)
         return setting_of(config, card_times(self._given.card, config, tokens=tokens), work)
 
-    def make(self) -> None:
-        logger = get_logger("areal")
-        level, given = logger.level, self._given
-        logger.setLevel("ERROR")  # the fleet of a simulation logs what that of a run does
-        try:
-            if given.search or given.devices:
-                self._search()
-            self._figures = self._ranked[0].figures if self._ranked else simulated(self._settings(self._config), SEEDS)
-            self._gains = gains(self._config, self._settings, _say)
-        finally:
-            logger.setLevel(level)
-        if given.write is not None:
-            options = self._ranked[0].point.options(self._before)
-            write_atomic(given.write, yaml.safe_dump(_nested(options)).encode())
-
-    def _search(self) -> None:
-        given, bound = self._given, self._config.rollout.max_head_offpolicyness
+    def _searched(self, config: PPOConfig) -> list[Ranked]:
+        given, bound = self._given, config.rollout.max_head_offpolicyness
         search = Search(
-            self._config,
+            config,
             self._settings,
-            devices=given.devices or self._devices,
+            devices=given.devices or config.allocation.world_size,
             card_bytes=known_card(given.card).memory_bytes if given.card else gpu_memory_bytes(),
             varies=bool(given.card and given.search),
             say=_say,
         )
-        self._ranked = search.best(sorted({*STALENESS, bound}) if given.search else [bound], SEEDS)
-        self._config = self._ranked[0].point.on(self._config)
-        self._times = self._settings(self._config).times
+        return search.best(sorted({*STALENESS, bound}) if given.search else [bound], SEEDS)
 
     @property
     def _steps(self) -> int | None:
@@ -250,13 +242,11 @@ class _Plan:
         return self._config.allocation.world_size
 
     def lines(self) -> list[str]:
-        assert self._figures is not None
-        times, seen = self._times, self._seen
+        times, seen = self._setting.times, self._seen
         note = " (extrapolated)" if times.is_extrapolated else ""
         head = f"{self._config.allocation_mode}, staleness {self._config.rollout.max_head_offpolicyness}"
         lines = [f"plan of {head}: {times.source}; [95% interval over {SEEDS} seeds]", MEASURED_ERROR]
-        setting = self._settings(self._config)
-        part = part_of(setting)
+        setting, part = self._setting, part_of(self._setting)
         if part is not setting:
             episodes = f"{part.config.train_dataset.batch_size} of {setting.config.train_dataset.batch_size} episodes"
             text = f"simulated: {part.servers} of {setting.servers} servers, {episodes} of a batch"
@@ -273,11 +263,10 @@ class _Plan:
         return lines
 
     def facts(self) -> dict[str, Any]:
-        assert self._figures is not None
         return {
             **Point.of(self._config)._asdict(),
-            "source": self._times.source,
-            "extrapolated": self._times.is_extrapolated,
+            "source": self._setting.times.source,
+            "extrapolated": self._setting.times.is_extrapolated,
             "devices": self._devices,
             "steps": self._steps,
             "bound": self._figures.bound,

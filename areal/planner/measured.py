@@ -83,13 +83,11 @@ def trainer_times(
     rows = [row for row in rows[WARMUP_STEPS:] if computing_span(row)[0] >= first_s] or rows[WARMUP_STEPS:]
 
     def of(row: Mapping[str, Any], *names: str) -> float:
-        return sum(row.get(f"seconds/{name}", 0.0) for name in names)
+        return clock.speed(*computing_span(row)) * sum(row.get(f"seconds/{name}", 0.0) for name in names)
 
     tokens = [row["rollout/tokens"] for row in rows]
-    speeds = [clock.speed(*computing_span(row)) for row in rows]
     before = [of(row, *_BEFORE, "rollout") - of(row, "wait_batch") for row in rows]
-    before = [seconds * each for seconds, each in zip(before, speeds, strict=True)]
-    update = [of(row, "update") * each for row, each in zip(rows, speeds, strict=True)]
+    update = [of(row, "update") for row in rows]
     ones = [1.0] * len(rows)
     before_s, before_token_s = nonnegative_fit([ones, tokens], before)
     update_s, update_token_s = nonnegative_fit([ones, tokens], update)
@@ -101,10 +99,7 @@ def trainer_times(
         before_token_s=before_token_s,
         update_s=update_s,
         update_token_s=update_token_s,
-        publish_s=fmean(
-            max(0.0, of(row, "publish_weights") - of(row, "wait_servers")) * each
-            for row, each in zip(rows, speeds, strict=True)
-        ),
+        publish_s=fmean(max(0.0, of(row, "publish_weights") - of(row, "wait_servers")) for row in rows),
         after_s=max(0.0, fmean(after)),
         cores=cores,
         spread=tuple(value / mean for value in spread) or (1.0,),
@@ -453,8 +448,7 @@ def measured_run(folder: Path, *, cores: float) -> MeasuredRun:
     shared = cores if config.cluster.n_gpus_per_node == 0 else math.inf
     trained = [row for row in rows if "rollout/staleness_mean" in row]
     clock, server_cores, rank_cores = shared_cores(trained, answers, shared, config.allocation.train[0].parallel.dp)
-    first_s = after_s if shared < math.inf else -math.inf
-    trainer = trainer_times(rows, clock, cores=rank_cores, first_s=first_s)
+    trainer = trainer_times(rows, clock, cores=rank_cores, first_s=after_s if shared < math.inf else -math.inf)
     worked = [replace(one, start_s=clock.at(one.start_s), end_s=clock.at(one.end_s)) for one in answers]
     step_s, sequence_s, context_s = decode_times(worked)
     known = [one for one in episodes if one.lengths]

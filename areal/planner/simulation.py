@@ -328,12 +328,9 @@ class _Trainer:
             got_s, spread = loop.time(), self._rng.choice(times.spread)
             every = setting.unit * setting.copies
             tokens = record.stats["tokens"] * every
-            before_s = spread * (times.before_s + times.before_token_s * tokens)
-            await self._compute(before_s)
+            await self._compute(spread * (times.before_s + times.before_token_s * tokens))
             waited_s = await self._wait_served()
-            update_s = spread * (times.update_s + times.update_token_s * tokens)
-            await self._compute(update_s)
-            await self._compute(times.publish_s)
+            await self._compute(spread * (times.update_s + times.update_token_s * tokens) + times.publish_s)
             update = WeightUpdate(version=step + 1, kind="disk", path=f"v{step + 1:06d}")
             while not await controller.weights.start(update, timeout_s=_CALL_S):
                 pass
