@@ -43,7 +43,7 @@ BUDGET = {
     "ledger": Size(4013, 11, 0),
     "models": Size(1791, 11, 0),
     "observe": Size(2096, 11, 0),
-    "planner": Size(2552, 12, 0),
+    "planner": Size(2532, 12, 0),
     "replay": Size(1010, 5, 0),
     "reward": Size(3442, 13, 0),
     "rollout": Size(4080, 12, 0),
