@@ -475,7 +475,8 @@ class FolderPuller:
         if listed.name(final.name.rpartition("-")[0]) != final.name:
             _drop(base, root)
             return _OTHER_WEIGHTS
-        offered = OfferedFolder(final, listed, listed.to_bytes(), partial(self._write_held, final))
+        data = listed.to_bytes()
+        offered = OfferedFolder(final, listed, data, partial(self._write_held, final, np.frombuffer(data, np.uint8)))
         self.held = HeldFolder(offered, files)
         return ""
 
@@ -500,24 +501,23 @@ class FolderPuller:
             yield found
 
     def _is_held(self, folder: Path) -> bool:
-        return self.held is not None and self.held.offered.path == folder
+        return (held := self.held) is not None and held.offered.path == folder
 
     @contextlib.contextmanager
     def reading(self, folder: Path) -> Iterator[Mapping[str, NDArray[np.uint8]] | None]:
         """The files of a pulled folder that is in memory, which do not change inside the block; else None."""
         with self._lock:
-            yield self.held.files if self.held is not None and self.held.offered.path == folder else None
+            yield self.held.files if self.held is not None and self._is_held(folder) else None
 
-    def _write_held(self, folder: Path) -> None:
+    def _write_held(self, folder: Path, listed: NDArray[np.uint8]) -> None:
         """Write the folder in memory to the disk, for a server that joins. Nothing when it is another one by now, or
         while another process of this machine pulls for `_BUSY_S`: that one may be waiting for this folder."""
         give_up = time.monotonic() + _BUSY_S
-        with self._lock:
-            while (held := self.held) is not None and self._is_held(folder) and not is_complete(folder):
+        with self.reading(folder) as files:
+            while files is not None and not is_complete(folder):
                 with exclusive(folder.parent / ".pulling") as is_exclusive:
                     if is_exclusive:
-                        listed = np.frombuffer(held.offered.list_bytes, np.uint8)
-                        write_folder({**held.files, LIST: listed}, folder)
+                        write_folder({**files, LIST: listed}, folder)
                         _remove_old(folder.parent, folder, differences=False)
                 if not is_exclusive:
                     if time.monotonic() > give_up:

@@ -464,7 +464,8 @@ def test_a_whole_copy_replaces_the_version_in_memory(trainer: Trainer, native: F
         native.pull(trainer.urls[version], (), trainer.chain(0, version))
     pulled = native.pull(trainer.urls[2])
     assert is_version(pulled, trainer, 2)
-    assert (native.held, native.offered(trainer.name(1))) == (None, None)
+    assert native.offered(trainer.name(1)) is None
+    assert not native._is_held(pulled.path.with_name(trainer.name(1)))
 
 
 def test_the_differences_of_a_chain_are_in_memory_one_at_a_time(
