@@ -281,6 +281,7 @@ def test_a_dry_run_says_the_line_of_the_native_server(tmp_path, family):
     assert bool(expected) == (family in CHOOSING)
     for servers in ("native", "vllm"):
         words = ["--config", GRPO, f"actor.path={tmp_path}", f"allocation_mode={servers}:d1+fsdp:d1"]
+        words.append("actor.shared_prefixes=auto")
         assert build.refused_models(load_experiment(words)) == (expected if servers == "native" else [])
 
 
