@@ -53,6 +53,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from other_tree import compared, interval, median_ratio
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3_5TextConfig
 
@@ -75,7 +76,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # after the tree that
 
 from benchmark.communication import FreeMesh, exchanges, seconds_of, seconds_of_meeting
 from benchmark.meetings import meet, meetings
-from benchmark.other_tree import compared, interval, median_ratio
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
