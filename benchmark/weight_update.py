@@ -437,9 +437,10 @@ def with_deltas(size: str, rates: list[float], args: argparse.Namespace) -> list
                     stack.callback(channel.close)
                     channels[kind] = channel, control
                 version = 0
-                for number in range(args.updates + 1):
-                    train()
-                    for kind, (channel, control) in channels.items():
+                # One kind after the other: after whole weights a server reads them from the disk for a difference.
+                for kind, (channel, control) in channels.items():
+                    for number in range(args.updates + 1):
+                        train()
                         version += 1
                         result, num_tokens = one_update(channel, control, source, stream, version, num_tokens)
                         if number:
