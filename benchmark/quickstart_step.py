@@ -3,9 +3,8 @@
     python benchmark/quickstart_step.py [--steps 80] [--staleness 2] [--versus f2b4580a] [--rounds 5]
 
 Every run starts from the same model, which the quickstart's first two stages make once. With --versus the code of
-another commit runs in turn. The figures are milliseconds per step between step 10 and the last: `step` is the time of
-the clock, `trainer` the time of that step that the trainer's metrics explain, and the others are its phases. The last
-line is JSON.
+another commit runs in turn. The figures are milliseconds per step from step 10 to the last: `step` is the time between
+two steps, `trainer` the metric seconds/step, and the others are its phases. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--staleness", type=int, default=2, help="rollout.max_head_offpolicyness")
-    parser.add_argument("--fileroot", type=Path, help="root of the run folders; made anew without it")
+    parser.add_argument("--fileroot", type=Path, help="root of the run folders; default: a temporary folder")
     parser.add_argument("--versus", metavar="REV", help="a commit that runs in turn")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--side", action="store_true", help="measure the code of the current folder (internal)")

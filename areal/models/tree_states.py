@@ -54,7 +54,7 @@ class Span:
 class _Part:
     tokens: np.ndarray  # [n] places in the tree
     num_new: int
-    """Of the last tokens: those that no other part has the outputs of."""
+    """How many of the last tokens have their outputs from this part."""
     after: int
     """The part whose state it continues; -1 = none."""
     depth: int
@@ -70,7 +70,7 @@ def _parts(spans: Sequence[Span]) -> list[_Part]:
     found: list[_Part] = []
     paths: list[np.ndarray] = []
     states = {(-1, 0): (-1, 0)}
-    """Of a place of a branch: the part with the last state before it, and the tokens before that."""
+    """(branch, tokens of its rows up to a cut) -> (the part with the last state before the cut, tokens up to it)."""
     for number, span in enumerate(spans):
         own = np.arange(span.first, span.first + span.size)
         paths.append(own if span.parent < 0 else np.concatenate([paths[span.parent][: span.shared], own]))
@@ -223,9 +223,9 @@ def _chosen(values: Tensor, places: Tensor) -> Tensor:
 
 
 def continues_state(layer: nn.Module, config: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a layer like this one, with the installed packages, computes of a tree what it computes of each row: the
-    outputs, and the gradients of its inputs. The layer may have no memory. A device without memory or with an error is
-    no answer: torch.OutOfMemoryError, torch.AcceleratorError."""
+    """Whether such a layer, with the installed packages, gives the same outputs and gradients of inputs for a tree as
+    for separate rows. `layer` may be on the meta device. Raises torch.OutOfMemoryError and torch.AcceleratorError: they
+    say nothing about the layer."""
     name = cache_parameter(layer)
     if name is None:
         return False

@@ -1,4 +1,4 @@
-"""Processes that share the CPU cores of a machine: the rule, simulated, and undone for the times of a recorded run."""
+"""Processes that share the CPU cores of a machine: their slowdown in a simulation, and without it a recorded run."""
 
 import asyncio
 import math
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def speed(used: float, cores: float) -> float:
-    """How fast processes compute that would use `used` cores together, by how fast each does alone."""
+    """Relative speed of processes that need `used` cores together and share `cores`; 1 = as with enough cores."""
     return 1.0 if used <= cores else cores / used
 
 
@@ -22,13 +22,13 @@ class Cores:
         self._used, self._speed = 0.0, 1.0
         self._since_s = self._worked_s = self._loop.time()
         self.timers: dict[Timer, None] = {}
-        """Those that are set."""
+        """The timers that are set."""
 
     def time(self) -> float:
         return self._worked_s + (self._loop.time() - self._since_s) * self._speed
 
     def use(self, cores: float) -> None:
-        """A worker starts to use so many; less than 0: it stops."""
+        """Add `cores` to the number in use; a negative number subtracts them."""
         if self._count == math.inf:
             return
         self._worked_s, self._since_s = self.time(), self._loop.time()
@@ -69,7 +69,7 @@ class Timer:
         self.look()
 
     def look(self) -> None:
-        """The cores became slower or faster."""
+        """Set the timer of the loop again, because the speed of the cores changed."""
         if self._handle is not None:
             self._handle.cancel()
         self._handle = self._loop.call_at(self._cores.when(self._at_s), self._ring)
@@ -88,7 +88,7 @@ Span = tuple[float, float]
 
 
 class WorkClock:
-    """Seconds of computation of the processes of a run: fewer than have passed where they shared cores."""
+    """A clock of a recorded run that is slow while its processes shared too few cores."""
 
     def __init__(self, busy: Sequence[tuple[float, Sequence[Span]]], cores: float) -> None:
         """`busy`: of each process, the cores that it uses while it computes, and when it does."""
@@ -107,12 +107,12 @@ class WorkClock:
         return float(np.interp(moment_s, self._times, self._worked)) + outside_s
 
     def speed(self, start_s: float, end_s: float) -> float:
-        """In the mean."""
+        """The mean relative speed between two times."""
         return (self.at(end_s) - self.at(start_s)) / (end_s - start_s)
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:
-    """The times in which there is at least one of them."""
+    """The union of the spans, in order."""
     found: list[Span] = []
     for start_s, end_s in sorted(spans):
         if found and start_s <= found[-1][1]:

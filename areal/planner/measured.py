@@ -29,8 +29,8 @@ WARMUP_STEPS = 2
 """The first steps of a run compile, allocate and fill caches."""
 _MAX_EPISODES = 4000  # The newest accepted episodes whose payloads are read.
 _MIN_ANSWERS = 10
-_FITS = 3  # Of decode steps: an answer has more steps while they are fast, which a fit tells.
-_ROUNDS = 30  # Of the cores that processes use, which depend on how much they slowed each other.
+_FITS = 3  # Fits of decode steps: each weighs the loads by the speed that the fit before it found.
+_ROUNDS = 30  # Iterations of the cores in use: they depend on the slowdown, which depends on them.
 _BEFORE = (
     "scores",
     "filters",

@@ -11,7 +11,7 @@ from areal.api.config.experiment import LengthRule
 
 
 def speedup(cores: float, before: int, now: int) -> float:
-    """How much faster a process is on `now` threads that used so many cores of `before` threads: Amdahl's law."""
+    """Speedup of a process from `before` to `now` threads by Amdahl's law. `cores`: it used with `before` threads."""
     used = min(cores, before)
     serial = (before / used - 1) / (before - 1) if before > 1 else 0.0
     return 1 / used / (serial + (1 - serial) / now)
@@ -55,7 +55,7 @@ class ServerTimes:
         )
 
     def on_threads(self, before: int, now: int) -> Self:
-        """It computes with `now` threads, not with `before`."""
+        """The times with `now` threads, from those with `before` threads."""
         factor = speedup(self.cores, before, now)
         return replace(
             self,
@@ -99,7 +99,7 @@ class TrainerTimes:
     """What the time of a step is multiplied by: one of these, at random."""
 
     def on_threads(self, before: int, now: int) -> Self:
-        """Each rank computes with `now` threads, not with `before`."""
+        """The times with `now` threads for each rank, from those with `before` threads."""
         factor = speedup(self.cores, before, now)
         before_s, update_s = self.before_s / factor, self.update_s / factor
         return replace(self.divided(factor), before_s=before_s, update_s=update_s, cores=self.cores * factor)
@@ -123,7 +123,7 @@ class ServiceTimes:
     tools_s: tuple[float, ...] = (0.0,)
     """Seconds from an answer of an agent to its next request: one of these, at random."""
     cores: float = math.inf
-    """CPU cores that servers and trainer share. The times of these are those with cores of their own."""
+    """CPU cores that servers and trainer share. The times of both are those with enough cores."""
     source: str = "assumed"
     """Where the figures come from, for people."""
     is_extrapolated: bool = False

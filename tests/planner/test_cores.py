@@ -116,7 +116,7 @@ def test_answers_of_several_servers_are_not_those_of_one_more():
 
 
 def seen_with(cores: float) -> MeasuredRun:
-    """On four cores, of which the server and the trainer used so many, each with two threads."""
+    """A machine with four cores. The server and the trainer have two threads and use `cores` cores each."""
     one = setting()
     server, trainer = (replace(each, cores=cores) for each in (one.times.server, one.times.trainer))
     times = replace(one.times, cores=4, server=server, trainer=trainer)
