@@ -32,11 +32,10 @@ from areal.api.engine import InferenceEngine  # noqa: E402
 from areal.observe.log import get_logger  # noqa: E402
 from areal.observe.spans import span  # noqa: E402
 from areal.observe.step_files import read_step_lines  # noqa: E402
-from areal.planner.command import adapted  # noqa: E402
+from areal.planner.command import adapted, setting_of  # noqa: E402
+from areal.planner.figures import SEEDS, simulated  # noqa: E402
 from areal.planner.measured import MeasuredRun, measured_run  # noqa: E402
-from areal.planner.report import simulated, steps_for  # noqa: E402
 from areal.planner.service import ServiceTimes  # noqa: E402
-from areal.planner.simulation import Setting  # noqa: E402
 from areal.system.device import cpu_count  # noqa: E402
 from areal.system.run_paths import RunPaths  # noqa: E402
 from areal.workflow.synthetic import SyntheticWorkflow  # noqa: E402
@@ -44,7 +43,6 @@ from benchmark.planner_identity import repeated  # noqa: E402
 
 PROMPT, CONTEXT, WARMUP = 8, 1024, 3
 TAIL = "lognormal(64,0.6,256)"
-SEEDS = 3
 
 
 class TimedRewards(SyntheticWorkflow):
@@ -149,8 +147,7 @@ def predicted(seen: MeasuredRun, case: Case, config: PPOConfig) -> tuple[float, 
     times, work = adapted(seen, config)
     if case.reward_s:
         times: ServiceTimes = replace(times, rewards_s=(case.reward_s,), reward_workers=2**31)
-    steps = steps_for(case.staleness)
-    setting = Setting(config=config, times=times, work=work, servers=case.servers, dp_size=1, steps=steps)
+    setting = setting_of(config, times, work)
     figures = simulated(setting, SEEDS)
     return figures.step_s.mean, figures.staleness_mean.mean
 

@@ -18,9 +18,8 @@ sys.path.insert(0, str(ROOT))
 from areal.api.config import GRPOConfig, InferenceEngineConfig, TrainDatasetConfig  # noqa: E402
 from areal.api.config.experiment import LengthRule  # noqa: E402
 from areal.observe.log import get_logger  # noqa: E402
-from areal.planner.command import SIMULATED_TOKENS  # noqa: E402
-from areal.planner.service import ServerTimes, ServiceTimes, TrainerTimes, Workload, mean_tokens  # noqa: E402
-from areal.planner.simulation import Setting, simulate  # noqa: E402
+from areal.planner.service import ServerTimes, ServiceTimes, TrainerTimes, Workload  # noqa: E402
+from areal.planner.simulation import Setting, coarse, simulate  # noqa: E402
 
 
 def main() -> None:
@@ -39,10 +38,8 @@ def main() -> None:
     server = ServerTimes(step_s=0.01, sequence_s=1e-4, context_s=1e-8, prefill_s=1e-5, prepare_s=5.0, install_s=0.2)
     times = ServiceTimes(server=server, trainer=TrainerTimes(before_s=5.0, update_s=30.0, publish_s=2.0))
     work = Workload(prompt=512, answers=args.answers, rule=LengthRule.parse("lognormal(4000,0.8,16000)"))
-    unit = max(1, round(mean_tokens(work) * args.batch * args.steps / SIMULATED_TOKENS))
-    setting = Setting(
-        config=config, times=times, work=work, servers=args.servers, dp_size=8, steps=args.steps, unit=unit
-    )  # all of it: `areal plan` simulates a part
+    # All of it: `areal plan` simulates a part.
+    setting = coarse(Setting(config=config, times=times, work=work, steps=args.steps))
     began_s, used_s = time.perf_counter(), time.process_time()
     outcome = simulate(setting)
     print(

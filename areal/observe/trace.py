@@ -30,7 +30,7 @@ from areal.system.run_paths import RunPaths, existing_run
 
 Event = Mapping[str, Any]
 Interval = tuple[float, float]
-"""Start and end, microseconds."""
+"""Start and end."""
 OTHER = "other"
 _SHOWN = 0.0005  # Smallest share of a part in the text.
 
@@ -102,8 +102,8 @@ def _steps(process: str, spans: Sequence[Event]) -> TimeTable | None:
     inside = [event for event in ordered if event["ts"] >= starts[0]]
     parts: dict[str, float] = defaultdict(float)
     for name in {event["name"] for event in inside}:
-        parts[name] = _length(_interval(event) for event in inside if event["name"] == name) / 1e6 / len(starts)
-    covered = _length(map(_interval, inside)) / 1e6 / len(starts)
+        parts[name] = _length(interval_of(event) for event in inside if event["name"] == name) / 1e6 / len(starts)
+    covered = _length(map(interval_of, inside)) / 1e6 / len(starts)
     lengths = [(after - before) / 1e6 for before, after in pairwise(edges)]
     parts[OTHER] = max(0.0, fmean(lengths) - covered)
     return TimeTable(
@@ -126,11 +126,11 @@ def _tracks(process: str, kind: str, works: Sequence[Sequence[Event]]) -> list[T
     for work in works:
         parts = [event for event in work if event["name"] != kind]
         for name in {event["name"] for event in parts}:
-            seconds[name] += _length(_interval(event) for event in parts if event["name"] == name) / 1e6
+            seconds[name] += _length(interval_of(event) for event in parts if event["name"] == name) / 1e6
         whole = sum(event["args"]["us"] for event in work if event["name"] == kind)
-        seconds[OTHER] += max(0.0, whole - _length(map(_interval, parts))) / 1e6
+        seconds[OTHER] += max(0.0, whole - _length(map(interval_of, parts))) / 1e6
     lengths = [event["args"]["us"] / 1e6 for event in wholes]
-    intervals = [_interval(event) for event in wholes]
+    intervals = [interval_of(event) for event in wholes]
     passed = max(end for _, end in intervals) - min(start for start, _ in intervals)
     table = TimeTable(
         kind=kind,
@@ -144,17 +144,25 @@ def _tracks(process: str, kind: str, works: Sequence[Sequence[Event]]) -> list[T
     return [table]
 
 
-def _interval(event: Event) -> Interval:
+def interval_of(event: Event) -> Interval:
+    """Of an event that has a length."""
     return event["ts"], event["ts"] + (event["dur"] if event["ph"] == "X" else event["args"]["us"])
 
 
 def _length(intervals: Iterable[Interval]) -> float:
     """Length of the union."""
-    total, reached = 0.0, float("-inf")
+    return sum(end - start for start, end in joined(intervals))
+
+
+def joined(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union of the intervals, in order."""
+    found: list[Interval] = []
     for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
 
 
 _FLUSH_EVENTS = 1000

@@ -34,31 +34,25 @@ def calibrate(config: PPOConfig, folder: Path) -> Path:
 
     InputError when it does not train enough steps in that time.
     """
-    paths = RunPaths(folder / NAME[0] / NAME[1])
-    whole = folder / "config.yaml"
+    paths, whole, log = RunPaths(folder.joinpath(*NAME)), folder / "config.yaml", folder / "calibration.log"
     secrets = save_config(config, whole)  # with the paths that follow from the names of the experiment and its folder
     command = [sys.executable, "-m", "areal.launcher", "--config", str(whole), *_OPTIONS, f"cluster.fileroot={folder}"]
-    log = folder / "calibration.log"
-    with log.open("wb") as output:
-        run = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=os.environ | secrets,
+    before = signal.signal(signal.SIGTERM, _exit)  # so that the run is stopped in order
+    try:
+        with log.open("wb") as output, subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | secrets,
             preexec_fn=tied_to_this_process(),
-        )
-        before = signal.signal(signal.SIGTERM, _exit)  # so that the run is stopped in order
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                run.wait(LIMIT_S - STOP_S)
-        finally:
-            run.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                run.wait(STOP_S)
-            run.kill()
-            run.wait()
-            signal.signal(signal.SIGTERM, before)
+        ) as run:  # fmt: skip
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    run.wait(LIMIT_S - STOP_S)
+            finally:
+                run.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    run.wait(STOP_S)
+                run.kill()
+    finally:
+        signal.signal(signal.SIGTERM, before)
     steps = len(read_step_lines(paths.metrics))
     if steps < WARMUP_STEPS + 3:
         last = log.read_text(errors="replace").strip().rpartition("\n")[2]

@@ -55,45 +55,51 @@ def card_times(name: str, config: PPOConfig, *, tokens: float) -> ServiceTimes:
         raise ConfigError(text, code="plan.no_model")
     inference, dims = config.allocation.inference, config.allocation.train[0].parallel
     assert inference is not None
-    size, active = inference.instance_size, _active_parameters(shape)
-    memory_per_s = card.bytes_per_s * MEMORY_SHARE * size
-    token_s = 2 * active / (card.tflops * 1e12 * PREFILL_SHARE * size)
-    weight_bytes = shape.parameters * _WIDTH
+    size, ranks, layers = inference.instance_size, dims.world_size, shape.layers
+    expert = 3 * shape.hidden * shape.intermediate * layers
+    unused = max(0, shape.experts - shape.experts_per_token) * expert
+    operations = 2 * (shape.parameters - unused)  # of a token
+    weight_bytes, kv_bytes = shape.parameters * _WIDTH, shape.kv_values_per_token * _WIDTH
     served_bytes = weight_bytes - shape.block_matrices * _WIDTH + _served_block_bytes(config, shape.block_matrices)
-    transfer_s = weight_bytes / size / (card.far_bytes_per_s * LINK_SHARE)
-    reduce_s = 0.0 if size == 1 else 2 * shape.layers * REDUCE_S
+    memory_per_s, link_s = card.bytes_per_s * MEMORY_SHARE * size, 1 / (card.far_bytes_per_s * LINK_SHARE)
+    token_s = operations / (card.tflops * 1e12 * PREFILL_SHARE * size)
+    transfer_s = weight_bytes / size * link_s
     has_second_copy = config.server_backend == "native"
     kept_bytes = card.memory_bytes * CARD_SHARE * size - served_bytes * (1 + has_second_copy)
 
-    pass_s = 2 * active / (card.tflops * 1e12 * TRAIN_SHARE * dims.world_size)  # of a token, over all ranks
-    saved_s = _saved_by_fp8_s(config, card, shape, name)
-    summed_bytes = 4 * shape.layers * shape.hidden * _WIDTH * (dims.tp - 1) / dims.tp
-    pass_s += summed_bytes / (card.near_bytes_per_s * LINK_SHARE * dims.world_size / dims.tp)
-    micro_tokens, data_ranks = largest_micro_batch(config), dims.dp * dims.cp
-    gathered_bytes = weight_bytes / (dims.tp * dims.pp) * (1 - 1 / data_ranks)
-    if config.train_backend == "megatron":
-        gathered_bytes = 0.0  # each data rank has whole weights
-    gather_s = gathered_bytes / (card.far_bytes_per_s * LINK_SHARE * micro_tokens * dims.dp)
-    micro_batches = max(1.0, tokens / (micro_tokens * dims.dp * config.actor.ppo_n_minibatches))
-    bubble = 1 + (dims.pp - 1) / micro_batches
-    passes = 3 + config.actor.gradient_checkpointing
-    is_exact = config.actor.fp8 is not None and config.actor.fp8.recipe == "rowwise_with_gw_hp"  # gradients of weights
+    pass_s = operations / (card.tflops * 1e12 * TRAIN_SHARE * ranks)  # of a token, over all ranks
+    summed_bytes = 4 * layers * shape.hidden * _WIDTH * (dims.tp - 1) / dims.tp
+    pass_s += summed_bytes / (card.near_bytes_per_s * LINK_SHARE * ranks / dims.tp)
+    is_megatron, micro_tokens = config.train_backend == "megatron", largest_micro_batch(config)
+    gathered_bytes = 0.0 if is_megatron else weight_bytes / (dims.tp * dims.pp) * (1 - 1 / (dims.dp * dims.cp))
+    gather_s = gathered_bytes * link_s / (micro_tokens * dims.dp)
+    bubble = 1 + (dims.pp - 1) / max(1.0, tokens / (micro_tokens * dims.dp * config.actor.ppo_n_minibatches))
+    passes, fp8 = 3 + config.actor.gradient_checkpointing, config.actor.fp8
+    saved_s = 0.0  # of a pass of the actor by products in FP8
+    if config.actor.megatron.fp8 if is_megatron else fp8:
+        if not card.fp8:
+            key = "actor.megatron.fp8" if is_megatron else "actor.fp8"
+            raise ConfigError(f"{key}: --card {name} has no FP8: remove it, or name another card", code="plan.no_fp8")
+        # torchao leaves experts in the compute type
+        weights = shape.block_matrices - (unused if is_megatron else shape.experts * expert)
+        saved_s = (1 / TRAIN_SHARE - 1 / (card.fp8 * FP8_SHARE)) * 2 * weights / (card.tflops * 1e12 * ranks)
+    faster = passes - (fp8 is not None and fp8.recipe == "rowwise_with_gw_hp")  # not the gradients of weights
     return ServiceTimes(
         server=ServerTimes(
-            step_s=served_bytes / memory_per_s + STEP_OVERHEAD_S + reduce_s,
+            step_s=served_bytes / memory_per_s + STEP_OVERHEAD_S + (size > 1) * 2 * layers * REDUCE_S,
             sequence_s=token_s,
-            context_s=shape.kv_values_per_token * _WIDTH / memory_per_s,
+            context_s=kv_bytes / memory_per_s,
             prefill_s=token_s,
             prepare_s=transfer_s,
             install_s=0.1,
             has_second_copy=has_second_copy,
             max_running=most_running(config),
-            max_context=max(0.0, kept_bytes / (shape.kv_values_per_token * _WIDTH or math.inf)),
+            max_context=max(0.0, kept_bytes / (kv_bytes or math.inf)),
         ),
         trainer=TrainerTimes(
             before_token_s=bubble
             * (max(pass_s - saved_s, gather_s) + (config.ref is not None) * max(pass_s, gather_s)),
-            update_token_s=bubble * max(passes * pass_s - (passes - is_exact) * saved_s, 2 * gather_s),
+            update_token_s=bubble * max(passes * pass_s - faster * saved_s, 2 * gather_s),
             publish_s=transfer_s,
             after_s=0.5,
         ),
@@ -115,27 +121,3 @@ def _served_block_bytes(config: PPOConfig, count: int) -> float:
     if config.server_backend == "native":
         return config.native.quantized_bytes(count, int(_WIDTH))
     return count * (config.served_bits or 8 * _WIDTH) / 8
-
-
-def _saved_by_fp8_s(config: PPOConfig, card: Card, shape: ModelShape, name: str) -> float:
-    """Seconds of a token, over all ranks, by which a pass of the actor is faster; 0 without FP8."""
-    actor = config.actor
-    is_megatron = config.train_backend == "megatron"
-    if not (actor.megatron.fp8 if is_megatron else actor.fp8):
-        return 0.0
-    if not card.fp8:
-        key = "actor.megatron.fp8" if is_megatron else "actor.fp8"
-        raise ConfigError(f"{key}: --card {name} has no FP8: remove it, or name another card", code="plan.no_fp8")
-    # torchao leaves experts in the compute type
-    unused = shape.experts - shape.experts_per_token if is_megatron else shape.experts
-    weights = shape.block_matrices - unused * 3 * shape.hidden * shape.intermediate * shape.layers
-    before_s, after_s = 1 / (card.tflops * TRAIN_SHARE), 1 / (card.fp8 * card.tflops * FP8_SHARE)
-    return 2 * weights * (before_s - after_s) / (1e12 * config.allocation.train[0].parallel.world_size)
-
-
-def _active_parameters(shape: ModelShape) -> float:
-    """Weights that compute a token."""
-    if not shape.experts:
-        return float(shape.parameters)
-    unused = (shape.experts - shape.experts_per_token) * 3 * shape.hidden * shape.intermediate * shape.layers
-    return float(shape.parameters - unused)

@@ -2,9 +2,11 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+
+from areal.observe.trace import Interval
 
 
 def speed(used: float, cores: float) -> float:
@@ -21,8 +23,8 @@ class Cores:
         self._count, self._loop = count, asyncio.get_running_loop()
         self._used, self._speed = 0.0, 1.0
         self._since_s = self._worked_s = self._loop.time()
-        self.timers: dict[Timer, None] = {}
-        """The timers that are set."""
+        self._calls: dict[Callable[[], object], float] = {}
+        self._handles: dict[Callable[[], object], asyncio.TimerHandle] = {}
 
     def time(self) -> float:
         return self._worked_s + (self._loop.time() - self._since_s) * self._speed
@@ -34,71 +36,48 @@ class Cores:
         self._worked_s, self._since_s = self.time(), self._loop.time()
         self._used += cores
         self._speed = speed(self._used, self._count)
-        for timer in self.timers:
-            timer.look()
+        for call, worked_s in self._calls.items():
+            self.call_at(worked_s, call)
 
-    def when(self, worked_s: float) -> float:
-        """The time of the loop at a time of the clock, if nothing changes."""
-        return self._since_s + (worked_s - self._worked_s) / self._speed
+    def call_at(self, worked_s: float, call: Callable[[], object]) -> None:
+        """Call a function at a time of this clock, in place of the time given before."""
+        if call in self._handles:
+            self._handles[call].cancel()
+        self._calls[call] = worked_s
+        at_s = self._since_s + (worked_s - self._worked_s) / self._speed
+        self._handles[call] = self._loop.call_at(at_s, self._ring, call)
+
+    def cancel(self, call: Callable[[], object]) -> None:
+        """Do not call it."""
+        if self._calls.pop(call, None) is not None:
+            self._handles.pop(call).cancel()
+
+    def _ring(self, call: Callable[[], object]) -> None:
+        self.cancel(call)
+        call()
 
     async def work(self, seconds: float, cores: float) -> None:
+        """Return after this time of the clock, in which `cores` are in use."""
         if seconds <= 0:
             return
         done = asyncio.Event()
-        timer = Timer(self, done.set)
-        timer.set(self.time() + seconds)
+        self.call_at(self.time() + seconds, done.set)
         self.use(cores)
         try:
             await done.wait()
         finally:  # a step that is cancelled uses them no more
-            timer.cancel()
+            self.cancel(done.set)
             self.use(-cores)
-
-
-class Timer:
-    """Calls a function at a time of the clock of `cores`."""
-
-    def __init__(self, cores: Cores, call: Callable[[], object]) -> None:
-        self._cores, self._call, self._loop = cores, call, asyncio.get_running_loop()
-        self._at_s = 0.0
-        self._handle: asyncio.TimerHandle | None = None
-
-    def set(self, at_s: float) -> None:
-        self._at_s = at_s
-        self._cores.timers[self] = None
-        self.look()
-
-    def look(self) -> None:
-        """Set the timer of the loop again, because the speed of the cores changed."""
-        if self._handle is not None:
-            self._handle.cancel()
-        self._handle = self._loop.call_at(self._cores.when(self._at_s), self._ring)
-
-    def cancel(self) -> None:
-        self._cores.timers.pop(self, None)
-        if self._handle is not None:
-            self._handle.cancel()
-
-    def _ring(self) -> None:
-        self.cancel()
-        self._call()
-
-
-Span = tuple[float, float]
 
 
 class WorkClock:
     """A clock of a recorded run that is slow while its processes shared too few cores."""
 
-    def __init__(self, busy: Sequence[tuple[float, Sequence[Span]]], cores: float) -> None:
+    def __init__(self, busy: Sequence[tuple[float, Sequence[Interval]]], cores: float) -> None:
         """`busy`: of each process, the cores that it uses while it computes, and when it does."""
-        changes = [
-            (at_s, used)
-            for each, spans in busy
-            for span in spans
-            for at_s, used in zip(span, (each, -each), strict=True)
-        ]
-        self._times, used = np.array(sorted(changes) or [(0.0, 0.0)]).T
+        starts = [(start_s, used) for used, spans in busy for start_s, _ in spans]
+        ends = [(end_s, -used) for used, spans in busy for _, end_s in spans]
+        self._times, used = np.array(sorted(starts + ends) or [(0.0, 0.0)]).T
         speeds = [speed(each, cores) for each in np.cumsum(used).tolist()]
         self._worked = np.concatenate([[0.0], np.cumsum(np.diff(self._times) * speeds[:-1])])
 
@@ -109,14 +88,3 @@ class WorkClock:
     def speed(self, start_s: float, end_s: float) -> float:
         """The mean relative speed between two times."""
         return (self.at(end_s) - self.at(start_s)) / (end_s - start_s)
-
-
-def joined(spans: Iterable[Span]) -> list[Span]:
-    """The union of the spans, in order."""
-    found: list[Span] = []
-    for start_s, end_s in sorted(spans):
-        if found and start_s <= found[-1][1]:
-            found[-1] = found[-1][0], max(end_s, found[-1][1])
-        else:
-            found.append((start_s, end_s))
-    return found

@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -20,49 +20,38 @@ from areal.fleet.weight_updater import PROBE_PREFIX
 from areal.ledger.event_files import PayloadReader, open_reader
 from areal.ledger.payload import read_table
 from areal.observe.step_files import read_step_lines
-from areal.planner.cores import Span, WorkClock, joined
+from areal.observe.trace import Interval, joined
+from areal.planner.cores import WorkClock
 from areal.planner.service import ServerTimes, ServiceTimes, TrainerTimes, Workload, most_running
 from areal.reward.pool import pool_size
 from areal.system.run_paths import RunPaths
 
 WARMUP_STEPS = 2
 """The first steps of a run compile, allocate and fill caches."""
-_MAX_EPISODES = 4000  # The newest accepted episodes whose payloads are read.
+_MAX_EPISODES = 4000  # The newest episodes that are read.
 _MIN_ANSWERS = 10
 _FITS = 3  # Fits of decode steps: each weighs the loads by the speed that the fit before it found.
 _ROUNDS = 30  # Iterations of the cores in use: they depend on the slowdown, which depends on them.
-_BEFORE = (
-    "scores",
-    "filters",
-    "prox_logprobs",
-    "ref_logprobs",
-    "teacher_logprobs",
-    "values",
-    "correction",
-    "advantages",
-)
 
 
 def nonnegative_fit(columns: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
     """The coefficients, none negative, of the least squares fit of `wanted` by `columns`; at most four columns."""
     matrix, target = np.array(columns, float).T, np.array(wanted, float)
-    best, least = [0.0] * len(columns), float(target @ target)
-    for size in range(1, len(columns) + 1):
-        for chosen in combinations(range(len(columns)), size):
-            found, *_ = np.linalg.lstsq(matrix[:, chosen], target, rcond=None)
-            rest = target - matrix[:, chosen] @ found
-            if (found >= 0).all() and rest @ rest < least * (1 - 1e-9):
-                least, best = float(rest @ rest), [0.0] * len(columns)
-                for place, value in zip(chosen, found.tolist(), strict=True):
-                    best[place] = value
-    return best
+    best, least = np.zeros(len(columns)), float(target @ target)
+    for chosen in (each for size in range(len(columns)) for each in combinations(range(len(columns)), size + 1)):
+        found, *_ = np.linalg.lstsq(matrix[:, chosen], target, rcond=None)
+        rest = target - matrix[:, chosen] @ found
+        if (found >= 0).all() and rest @ rest < least * (1 - 1e-9):
+            best, least = np.zeros(len(columns)), float(rest @ rest)
+            best[list(chosen)] = found
+    return best.tolist()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The trainer, from metrics.jsonl.
 
 
-def computing_span(row: Mapping[str, Any]) -> tuple[float, float]:
+def computing_span(row: Mapping[str, Any]) -> Interval:
     """When the trainers computed a step: from the arrival of its batch to its report."""
     return row["time"] - row["seconds/step"] + row.get("seconds/wait_batch", 0.0), row["time"]
 
@@ -76,33 +65,32 @@ def trainer_times(
     if len(rows) < WARMUP_STEPS + 3:
         text = f"the run has {len(rows)} train steps: a plan needs {WARMUP_STEPS + 3} at least"
         raise InputError(text, code="plan.too_few_steps")
-    after = [
-        row["seconds/elapsed"] - before["seconds/elapsed"] - row["seconds/step"]
-        for before, row in zip(rows[WARMUP_STEPS - 1 :], rows[WARMUP_STEPS:], strict=False)
-    ]
+    elapsed = np.diff([row["seconds/elapsed"] for row in rows[WARMUP_STEPS - 1 :]])
+    after_s = float(elapsed.mean()) - fmean(row["seconds/step"] for row in rows[WARMUP_STEPS:])
     rows = [row for row in rows[WARMUP_STEPS:] if computing_span(row)[0] >= first_s] or rows[WARMUP_STEPS:]
 
-    def of(row: Mapping[str, Any], *names: str) -> float:
-        return clock.speed(*computing_span(row)) * sum(row.get(f"seconds/{name}", 0.0) for name in names)
+    speeds = [clock.speed(*computing_span(row)) for row in rows]
 
-    tokens = [row["rollout/tokens"] for row in rows]
-    before = [of(row, *_BEFORE, "rollout") - of(row, "wait_batch") for row in rows]
-    update = [of(row, "update") for row in rows]
-    ones = [1.0] * len(rows)
-    before_s, before_token_s = nonnegative_fit([ones, tokens], before)
-    update_s, update_token_s = nonnegative_fit([ones, tokens], update)
-    fitted = [before_s + update_s + (before_token_s + update_token_s) * count for count in tokens]
-    spread = [(one + other) / fit for one, other, fit in zip(before, update, fitted, strict=True) if fit > 0]
-    mean = fmean(spread) if spread else 1.0
+    def of(name: str, *without: str) -> Any:
+        """Seconds of each step on `clock`."""
+        spent = [row[f"seconds/{name}"] - sum(row.get(f"seconds/{one}", 0.0) for one in without) for row in rows]
+        return np.multiply(spent, speeds)
+
+    columns = [[1.0] * len(rows), tokens := [row["rollout/tokens"] for row in rows]]
+    before, update = of("step", "wait_batch", "update", "publish_weights"), of("update")
+    before_s, before_token_s = nonnegative_fit(columns, before)
+    update_s, update_token_s = nonnegative_fit(columns, update)
+    fitted = before_s + update_s + (before_token_s + update_token_s) * np.array(tokens)
+    spread = (before + update)[fitted > 0] / fitted[fitted > 0]
     return TrainerTimes(
         before_s=before_s,
         before_token_s=before_token_s,
         update_s=update_s,
         update_token_s=update_token_s,
-        publish_s=fmean(max(0.0, of(row, "publish_weights") - of(row, "wait_servers")) for row in rows),
-        after_s=max(0.0, fmean(after)),
+        publish_s=float(np.maximum(0.0, of("publish_weights", "wait_servers")).mean()),
+        after_s=max(0.0, after_s),
         cores=cores,
-        spread=tuple(value / mean for value in spread) or (1.0,),
+        spread=tuple((spread / spread.mean()).tolist()) if len(spread) else (1.0,),
     )
 
 
@@ -131,6 +119,10 @@ class Episode:
     def generating_s(self) -> float:
         """Seconds of its requests: the tools of one answer are waited for one after another."""
         return self.generated_s - self.start_s - sum(self.tools_s) / max(1, len(self.lengths))
+
+    @property
+    def rewarded_s(self) -> float:
+        return self.generated_s + self.reward_s
 
 
 def _events(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
@@ -170,62 +162,49 @@ def traced_times(path: Path) -> tuple[dict[int, Episode], list[float]]:
     return {number: one for number, one in found.items() if one.start_s}, updates
 
 
-def read_episodes(paths: RunPaths) -> tuple[list[Episode], dict[str, float], list[float]]:
-    """The episodes that ended after the first train steps, the share of each reason of rejection among them, and the
-    seconds of the weight updates.
+def read_episodes(paths: RunPaths) -> tuple[list[Episode], dict[str, float], float]:
+    """The newest episodes that ended after the first train steps, the share of each reason of rejection among all such
+    episodes, and the seconds of a weight update, 0 = not recorded.
 
     Without a trace, an episode ends when its ledger group was written, and its reward counts as generation.
     """
     traced, updates = traced_times(paths.trace / "controller.jsonl")
-    episodes: list[Episode] = []
     lost: Counter[str] = Counter()
-    reader, num_accepted, num_ended = open_reader(paths.ledger), 0, 0
-    groups = list(reader.groups())
-    total = sum(event["event"] == "accepted" for _, *events in groups for event in events)
     admitted: dict[int, float] = {}
+    ended: list[tuple[Mapping[str, Any], Episode]] = []
     num_batches = 0
+    for mark, *events in open_reader(paths.ledger).groups():
+        for event in events:
+            kind, end_s = event["event"], mark["at"]
+            num_batches += kind == "batched"
+            if kind == "admitted":
+                admitted[event["id"]] = end_s
+            elif kind in ("accepted", "rejected", "failed"):
+                start_s = admitted.pop(event["id"], end_s)
+                if kind == "accepted":
+                    start_s = end_s - event["seconds"]
+                if num_batches >= WARMUP_STEPS:
+                    one = traced.get(event["id"]) or Episode(start_s=start_s)
+                    servers = event.get("replicas", ())
+                    server, breaks = servers[0] if len(servers) == 1 else "", event.get("interruptions", 0)
+                    generated_s = one.generated_s or end_s
+                    ended.append((event, replace(one, generated_s=generated_s, server=server, interruptions=breaks)))
+                    if kind != "accepted":
+                        lost[event["reason"].partition(":")[0] if kind == "rejected" else "failed"] += 1
     with PayloadReader(paths.ledger) as payloads:
-        for mark, *events in groups:
-            for event in events:
-                kind = event["event"]
-                num_batches += kind == "batched"
-                if num_batches < WARMUP_STEPS and kind != "admitted":
-                    num_accepted += kind == "accepted"
-                elif kind == "admitted":
-                    admitted[event["id"]] = mark["at"]
-                elif kind in ("rejected", "failed"):
-                    num_ended += 1
-                    lost[event["reason"].partition(":")[0] if kind == "rejected" else "failed"] += 1
-                    if (start_s := admitted.pop(event["id"], None)) is not None:
-                        episodes.append(_ended(event, traced, start_s, mark["at"]))
-                elif kind == "accepted":
-                    num_ended, num_accepted = num_ended + 1, num_accepted + 1
-                    admitted.pop(event["id"], None)
-                    if total - num_accepted < _MAX_EPISODES:
-                        one = _ended(event, traced, mark["at"] - event["seconds"], mark["at"])
-                        episodes.append(_with_lengths(one, payloads, event))
-    return episodes, {reason: times / num_ended for reason, times in lost.items()}, updates
-
-
-def _ended(event: Mapping[str, Any], traced: Mapping[int, Episode], start_s: float, end_s: float) -> Episode:
-    one = traced.get(event["id"]) or Episode(start_s=start_s)
-    servers = event.get("replicas", ())
-    return replace(
-        one,
-        generated_s=one.generated_s or end_s,
-        server=servers[0] if len(servers) == 1 else "",
-        interruptions=event.get("interruptions", 0),
-    )
+        episodes = [_with_lengths(one, payloads, event) for event, one in ended[-_MAX_EPISODES:]]
+    return episodes, {reason: times / len(ended) for reason, times in lost.items()}, median(updates or [0.0])
 
 
 def _with_lengths(one: Episode, payloads: PayloadReader, event: Mapping[str, Any]) -> Episode:
-    """With the tokens of its trajectories, unless the payload is gone."""
+    """With the tokens of its trajectories, unless it was not accepted or the payload is gone."""
+    if event["event"] != "accepted":
+        return one
     try:
         table = read_table(payloads, dict(event))
     except LedgerError:
         return one
-    ends = np.cumsum(table.lengths)
-    made = [part >= 0 for part in np.split(table.output_versions, ends[:-1])]
+    made = [part >= 0 for part in np.split(table.output_versions, np.cumsum(table.lengths)[:-1])]
     begins = [np.flatnonzero(part & ~np.concatenate([[False], part[:-1]])) for part in made]
     return replace(
         one,
@@ -241,11 +220,8 @@ def reward_times(episodes: Sequence[Episode], workers: int) -> tuple[float, ...]
     answers = fmean(len(one.lengths) for one in episodes)
     each = sorted(one.reward_s for one in episodes)
     if workers >= answers:
-        return tuple(_thinned(each)) or (0.0,)
-    busy_s, reached = 0.0, -math.inf
-    for start_s, size_s in sorted((one.generated_s, one.reward_s) for one in episodes):
-        busy_s += max(0.0, start_s + size_s - max(start_s, reached))
-        reached = max(reached, start_s + size_s)
+        return _thinned(each)
+    busy_s = sum(end_s - start_s for start_s, end_s in joined((one.generated_s, one.rewarded_s) for one in episodes))
     at_most = busy_s * workers / sum(len(one.lengths) for one in episodes)
     return (min(at_most, each[len(each) // 4] * workers / answers),)
 
@@ -276,13 +252,13 @@ def traced_answers(folder: Path) -> list[Served]:
     for path in sorted(folder.glob("server-*.jsonl")):
         started: dict[str, float] = {}
         for event in _events(path, "request"):
+            args, number = event["args"], event["id"]
             if event["name"] == "run":
-                started[event["id"]] = event["ts"] / 1e6
-            elif "tokens" in event["args"] and (start_s := started.pop(event["id"], None)) is not None:
-                args, end_s = event["args"], (event["ts"] + event["args"]["us"]) / 1e6
-                if args.get("scored") or event["id"].startswith(PROBE_PREFIX):
+                started[number] = event["ts"] / 1e6
+            elif "tokens" in args and (start_s := started.pop(number, None)) is not None:
+                if args.get("scored") or number.startswith(PROBE_PREFIX):
                     continue
-                times = {"server": path.stem, "start_s": start_s, "end_s": end_s}
+                times = {"server": path.stem, "start_s": start_s, "end_s": (event["ts"] + args["us"]) / 1e6}
                 found.append(Served(**times, prompt=args["prompt"], tokens=args["tokens"]))
     return found
 
@@ -290,24 +266,22 @@ def traced_answers(folder: Path) -> list[Served]:
 def answers_of(episodes: Sequence[Episode]) -> list[Served]:
     """What episodes tell: answers advance at an equal pace, so that only the end of the longest one is exact. The time
     in which an agent waits for its tools counts as a slower pace."""
-    known = [one for one in episodes if one.lengths]
+    known = [one.lengths for one in episodes if one.lengths]
     if not known:
         return []
-    typical = [round(fmean(length for one in known for length in one.lengths))]
-    typical *= round(fmean(len(one.lengths) for one in known))
+    typical = [round(fmean(length for lengths in known for length in lengths))] * round(fmean(map(len, known)))
     found: list[Served] = []
     for one in episodes:
         lengths = one.lengths or typical
-        size_s, longest = one.generating_s, max(lengths)
         for length in lengths:
-            is_exact = bool(one.lengths) and length == longest and not one.interruptions
-            end_s = one.start_s + size_s * length / longest
+            is_exact = bool(one.lengths) and length == max(lengths) and not one.interruptions
+            end_s = one.start_s + one.generating_s * length / max(lengths)
             answer = {"server": one.server, "start_s": one.start_s, "end_s": end_s, "is_exact": is_exact}
             found.append(Served(**answer, prompt=one.prompt, tokens=length))
     return found
 
 
-def decode_times(answers: Sequence[Served]) -> tuple[float, float, float]:
+def decode_times(answers: Sequence[Served]) -> list[float]:
     """Seconds of a decode step, of each sequence in it, and of each token of their contexts."""
     servers = {one.server for one in answers if one.server} or {""}
     fitted = [one for one in answers if one.is_exact and one.tokens and one.end_s > one.start_s]
@@ -316,55 +290,42 @@ def decode_times(answers: Sequence[Served]) -> tuple[float, float, float]:
         text = f"the run has {len(fitted)} answers with their times: a plan needs {_MIN_ANSWERS} at least"
         raise InputError(text, code="plan.too_few_steps")
     unknown = [one for one in answers if one.server not in servers]
-    loads = {name: _Load([one for one in answers if one.server == name], unknown, len(servers)) for name in servers}
+    loads = {name: Load([one for one in answers if one.server == name], unknown, len(servers)) for name in servers}
     weights = np.sqrt([one.tokens for one in fitted])
     each = weights * [(one.end_s - one.start_s) / one.tokens for one in fitted]
+    cost = [1.0, 0.0, 0.0]
     for _ in range(_FITS):
-        means = np.array([[1.0, *loads[one.server].mean(one.start_s, one.end_s)] for one in fitted]).T
-        step_s, sequence_s, context_s = nonnegative_fit((weights * means).tolist(), each.tolist())
-        for load in loads.values():
-            load.weigh((step_s, sequence_s, context_s))
-    return step_s, sequence_s, context_s
+        means = [loads[one.server].mean(one.start_s, one.end_s, cost) for one in fitted]
+        cost = nonnegative_fit((weights * np.array(means).T).tolist(), each.tolist())
+    return cost
 
 
-class _Load:
+class Load:
     """Sequences of a server, and tokens of their contexts, over time. `unknown`: of any of `num_servers`."""
 
     def __init__(self, own: Sequence[Served], unknown: Sequence[Served], num_servers: int) -> None:
         changes: list[tuple[float, float, float, float]] = []
         """The changes: time, and by how much the sequences, the growth of the contexts and the contexts change."""
-        for share, answers in ((1.0, own), (1 / num_servers, unknown)):
-            for one in answers:
-                growth = share * one.tokens / max(1e-9, one.end_s - one.start_s)
-                changes.append((one.start_s, share, growth, share * one.prompt))
-                changes.append((one.end_s, -share, -growth, -share * (one.prompt + one.tokens)))
+        for share, one in [*((1.0, one) for one in own), *((1 / num_servers, one) for one in unknown)]:
+            growth = share * one.tokens / max(1e-9, one.end_s - one.start_s)
+            changes.append((one.start_s, share, growth, share * one.prompt))
+            changes.append((one.end_s, -share, -growth, -share * (one.prompt + one.tokens)))
         self._times, sequences, growth, jumps = np.array(sorted(changes)).T
-        self._sequences, self._growth = np.cumsum(sequences), np.cumsum(growth)
-        passed = np.diff(self._times, append=self._times[-1])
-        grown = self._growth * passed
-        self._contexts = np.cumsum(jumps) + np.cumsum(grown) - grown
-        self._middle, self._passed = self._contexts + grown / 2, passed
-        self.weigh((1.0, 0.0, 0.0))
+        passed_s = np.diff(self._times, append=self._times[-1])
+        grown = np.cumsum(growth) * passed_s
+        contexts = np.cumsum(jumps) + np.cumsum(grown) - grown / 2
+        self._passed_s, self._loads = passed_s, np.array([np.ones_like(grown), np.cumsum(sequences), contexts])
+        """Of each interval between two changes: seconds, and one, sequences and contexts in its middle."""
 
-    def weigh(self, cost: Sequence[float]) -> None:
-        """Means are over decode steps, of which each takes this time. (1, 0, 0): over time."""
-        step_s, sequence_s, context_s = cost
-        seconds = step_s + sequence_s * self._sequences + context_s * self._middle
-        self._rates = 1 / np.maximum(seconds, 1e-9)
-        areas = self._rates * self._passed * [np.ones_like(seconds), self._sequences, self._middle]
-        self._areas = np.cumsum(areas, axis=1) - areas
-
-    def _until(self, at_s: float) -> Any:
-        place = int(np.searchsorted(self._times, at_s, side="right")) - 1
-        more_s = at_s - self._times[place]
-        contexts = self._contexts[place] + self._growth[place] * more_s / 2
-        steps = self._rates[place] * more_s
-        return self._areas[:, place] + steps * np.array([1.0, self._sequences[place], contexts])
-
-    def mean(self, start_s: float, end_s: float) -> list[float]:
-        """Mean sequences and tokens of their contexts; `start_s` is not before the first answer."""
-        steps, sequences, contexts = self._until(end_s) - self._until(start_s)
-        return [float(sequences / steps), float(contexts / steps)]
+    def mean(self, start_s: float, end_s: float, cost: Sequence[float]) -> list[float]:
+        """One, mean sequences and mean tokens of their contexts over decode steps, which take `cost` seconds for each
+        of these; with (1, 0, 0) over time. `start_s` is not before the first answer."""
+        first, last = np.searchsorted(self._times, [start_s, end_s], side="right") - 1
+        loads, passed_s = self._loads[:, first : last + 1], self._passed_s[first : last + 1].copy()
+        passed_s[-1] = end_s - self._times[last]
+        passed_s[0] -= start_s - self._times[first]
+        steps = passed_s / np.maximum(np.array(cost) @ loads, 1e-9)
+        return (loads @ steps / steps.sum()).tolist()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -387,32 +348,26 @@ def shared_cores(
     for _ in range(_ROUNDS):
         clock = WorkClock([(ranks * of_rank, trainers), *((of_server, each) for each in servers)], cores)
         if len(seen) > WARMUP_STEPS and cores < math.inf:
-            window = seen[0]["time"], seen[-1]["time"]
-            of_rank = _cores_of(_cpu_share(seen, "trainer-"), ranks * _work_share(trainers, window, clock))
-            handled = _cpu_share(seen, "server-") + _cpu_share(seen, "controller")
-            of_server = _cores_of(handled, sum(_work_share(each, window, clock) for each in servers))
+            of_rank = max(1.0, _cpu_s(seen, "trainer-") / (ranks * _work_s(trainers, seen, clock) or math.inf))
+            handled_s = _cpu_s(seen, "server-") + _cpu_s(seen, "controller")
+            of_server = max(1.0, handled_s / (sum(_work_s(each, seen, clock) for each in servers) or math.inf))
     return clock, of_server, of_rank
 
 
-def _cores_of(cpu_share: float, work_share: float) -> float:
-    return max(1.0, cpu_share / work_share) if work_share else 1.0
+def _cpu_s(rows: Sequence[Mapping[str, Any]], kind: str) -> float:
+    """CPU seconds of the processes whose names begin so, between two steps. One that is started again counts from 0."""
+    names = {name for row in rows for name in row if name.startswith(f"cpu/{kind}")}
+    used_s = 0.0
+    for name in names:
+        for last, value in pairwise(row[name] for row in rows if name in row):
+            used_s += value - last if value >= last else value
+    return used_s
 
 
-def _cpu_share(rows: Sequence[Mapping[str, Any]], kind: str) -> float:
-    """CPU seconds of the processes whose names begin so, in a second. One that is started again counts from 0."""
-    used, last = [0.0], dict(rows[0])
-    for row in rows[1:]:
-        counts = {name: value for name, value in row.items() if name.startswith(f"cpu/{kind}")}
-        more = [value - last[name] if value >= last[name] else value for name, value in counts.items() if name in last]
-        used.append(used[-1] + sum(more))
-        last |= counts
-    return float(np.polyfit([row["time"] - rows[0]["time"] for row in rows], used, 1)[0])
-
-
-def _work_share(spans: Sequence[Span], window: Span, clock: WorkClock) -> float:
-    inside = [(max(start_s, window[0]), min(end_s, window[1])) for start_s, end_s in spans]
-    worked_s = sum(clock.at(end_s) - clock.at(start_s) for start_s, end_s in inside if start_s < end_s)
-    return worked_s / (window[1] - window[0])
+def _work_s(spans: Sequence[Interval], rows: Sequence[Mapping[str, Any]], clock: WorkClock) -> float:
+    """Seconds of work in spans, between the first and the last step."""
+    inside = [(max(start_s, rows[0]["time"]), min(end_s, rows[-1]["time"])) for start_s, end_s in spans]
+    return sum(clock.at(end_s) - clock.at(start_s) for start_s, end_s in inside if start_s < end_s)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -441,10 +396,9 @@ def measured_run(folder: Path, *, cores: float) -> MeasuredRun:
     if not isinstance(config, PPOConfig):
         raise InputError(f"{folder} is a run without rollouts: there is nothing to plan", code="plan.no_run")
     rows = read_step_lines(paths.metrics)
-    episodes, lost, updates = read_episodes(paths)
+    episodes, rejected, update_s = read_episodes(paths)
     after_s = min((one.start_s for one in episodes), default=0.0)
-    traced = [one for one in traced_answers(paths.trace) if one.start_s >= after_s]
-    answers = traced or answers_of(episodes)
+    answers = [one for one in traced_answers(paths.trace) if one.start_s >= after_s] or answers_of(episodes)
     shared = cores if config.cluster.n_gpus_per_node == 0 else math.inf
     trained = [row for row in rows if "rollout/staleness_mean" in row]
     clock, server_cores, rank_cores = shared_cores(trained, answers, shared, config.allocation.train[0].parallel.dp)
@@ -452,7 +406,6 @@ def measured_run(folder: Path, *, cores: float) -> MeasuredRun:
     worked = [replace(one, start_s=clock.at(one.start_s), end_s=clock.at(one.end_s)) for one in answers]
     step_s, sequence_s, context_s = decode_times(worked)
     known = [one for one in episodes if one.lengths]
-    update_s = median(updates) if updates else 0.0
     server = ServerTimes(
         step_s=max(step_s, 1e-9),
         sequence_s=sequence_s,
@@ -463,35 +416,30 @@ def measured_run(folder: Path, *, cores: float) -> MeasuredRun:
         max_running=most_running(config),
         cores=server_cores,
     )
-    prompt = round(fmean(one.prompt for one in known))
     workers = pool_size(config.reward)
-    tools = [size for one in known for size in one.tools_s]
-    trained = trained[WARMUP_STEPS:]
-    return MeasuredRun(
-        config=config,
-        times=ServiceTimes(
-            server=server,
-            trainer=trainer,
-            rewards_s=reward_times(known, workers),
-            reward_workers=workers,
-            tools_s=tuple(_thinned(sorted(tools))) or (0.0,),
-            cores=shared,
-            source=f"measured in {folder.name}",
-        ),
-        work=Workload(
-            prompt=max(1, prompt),
-            answers=config.gconfig.n_samples,
-            recorded=tuple(one.lengths for one in known),
-            turns=max(1, round(fmean(one.turns for one in known))),
-            rejected=tuple(sorted(lost.items())),
-        ),
-        step_s=(trained[-1]["seconds/elapsed"] - trained[0]["seconds/elapsed"]) / (len(trained) - 1),
-        staleness=fmean(row["rollout/staleness_mean"] for row in trained),
+    times = ServiceTimes(
+        server=server,
+        trainer=trainer,
+        rewards_s=reward_times(known, workers),
+        reward_workers=workers,
+        tools_s=_thinned(sorted(size for one in known for size in one.tools_s)),
+        cores=shared,
+        source=f"measured in {folder.name}",
     )
+    work = Workload(
+        prompt=max(1, round(fmean(one.prompt for one in known))),
+        answers=config.gconfig.n_samples,
+        recorded=tuple(one.lengths for one in known),
+        turns=max(1, round(fmean(one.turns for one in known))),
+        rejected=tuple(sorted(rejected.items())),
+    )
+    first, *_, last = trained[WARMUP_STEPS:]
+    step_s = (last["seconds/elapsed"] - first["seconds/elapsed"]) / (len(trained) - WARMUP_STEPS - 1)
+    staleness = fmean(row["rollout/staleness_mean"] for row in trained[WARMUP_STEPS:])
+    return MeasuredRun(config=config, times=times, work=work, step_s=step_s, staleness=staleness)
 
 
-def _thinned(values: Sequence[float], count: int = 200) -> list[float]:
-    """At most `count` of them, evenly over their order."""
-    if len(values) <= count:
-        return list(values)
-    return [values[round(place * (len(values) - 1) / (count - 1))] for place in range(count)]
+def _thinned(values: Sequence[float], most: int = 200) -> tuple[float, ...]:
+    """At most so many of them, evenly over their order; (0,) of none."""
+    places = np.linspace(0, len(values) - 1, min(len(values), most)).round().astype(int).tolist()
+    return tuple(values[place] for place in places) or (0.0,)

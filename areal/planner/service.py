@@ -4,17 +4,10 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Self
 
 from areal.api.config import PPOConfig
 from areal.api.config.experiment import LengthRule
-
-
-def speedup(cores: float, before: int, now: int) -> float:
-    """Speedup of a process from `before` to `now` threads by Amdahl's law. `cores`: it used with `before` threads."""
-    used = min(cores, before)
-    serial = (before / used - 1) / (before - 1) if before > 1 else 0.0
-    return 1 / used / (serial + (1 - serial) / now)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,28 +35,17 @@ class ServerTimes:
     cores: float = 1.0
     """CPU cores that it uses while it computes, with the controller's work for it."""
 
-    def multiplied(self, factor: float) -> Self:
-        """Each of its sequences stands for `factor` sequences."""
+    def coarse(self, sequences: float, tokens: int) -> Self:
+        """Each of its sequences stands for a number of sequences, and each of its tokens for a number of tokens."""
         return replace(
             self,
-            sequence_s=self.sequence_s * factor,
-            context_s=self.context_s * factor,
-            prefill_s=self.prefill_s * factor,
-            max_running=self.max_running / factor,
-            max_context=self.max_context / factor,
-            multiplicity=self.multiplicity * factor,
-        )
-
-    def on_threads(self, before: int, now: int) -> Self:
-        """The times with `now` threads, from those with `before` threads."""
-        factor = speedup(self.cores, before, now)
-        return replace(
-            self,
-            step_s=self.step_s / factor,
-            sequence_s=self.sequence_s / factor,
-            context_s=self.context_s / factor,
-            prefill_s=self.prefill_s / factor,
-            cores=self.cores * factor,
+            step_s=self.step_s * tokens,
+            sequence_s=self.sequence_s * sequences * tokens,
+            context_s=self.context_s * sequences * tokens * tokens,
+            prefill_s=self.prefill_s * sequences * tokens,
+            max_running=self.max_running / sequences,
+            max_context=self.max_context / sequences / tokens,
+            multiplicity=self.multiplicity * sequences,
         )
 
     def decode_s(self, steps: float, sequences: int, context: float) -> float:
@@ -75,8 +57,6 @@ class ServerTimes:
         """How many steps, and parts of one, are computed in a time: the inverse of `decode_s`."""
         first_s = self.step_s + self.sequence_s * sequences + self.context_s * context
         growth_s = self.context_s * sequences
-        if growth_s == 0:
-            return seconds / first_s
         return 2 * seconds / (first_s + math.sqrt(first_s * first_s + 2 * growth_s * seconds))
 
 
@@ -97,12 +77,6 @@ class TrainerTimes:
     """CPU cores that each data-parallel rank uses while it computes."""
     spread: tuple[float, ...] = (1.0,)
     """What the time of a step is multiplied by: one of these, at random."""
-
-    def on_threads(self, before: int, now: int) -> Self:
-        """The times with `now` threads for each rank, from those with `before` threads."""
-        factor = speedup(self.cores, before, now)
-        before_s, update_s = self.before_s / factor, self.update_s / factor
-        return replace(self.divided(factor), before_s=before_s, update_s=update_s, cores=self.cores * factor)
 
     def divided(self, factor: float) -> Self:
         """The same work on `factor` times as many data-parallel ranks: the time by tokens is divided."""
@@ -130,22 +104,12 @@ class ServiceTimes:
     """From a specification, not from a measurement."""
 
 
-class EpisodeWork(NamedTuple):
-    """What one episode does."""
-
-    prompt: int
-    """Tokens."""
-    turns: Sequence[Sequence[int]]
-    """Of each answer of the group: the generated tokens of its turns."""
-    rejected: str
-    """Why it is rejected; empty = it is not."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What the episodes of a run do. One of them depends on the seed and its number only."""
 
     prompt: int
+    """Tokens."""
     answers: int
     """Of each episode (gconfig.n_samples)."""
     rule: LengthRule | None = None
@@ -158,36 +122,35 @@ class Workload:
     """Share of the episodes that are rejected, by reason."""
     max_tokens: int = 2**31
 
-    def episode(self, seed: int, number: int) -> EpisodeWork:
-        """A recorded episode with another group size gives its lengths as often as needed."""
+    def episode(self, seed: int, number: int) -> tuple[Sequence[Sequence[int]], str]:
+        """Of each answer, the generated tokens of its turns; and why the episode is rejected, empty = it is not.
+
+        A recorded episode with another group size gives its lengths as often as needed.
+        """
         rng = random.Random(seed * 1_000_003 + number)
         if self.rule is not None:
             lengths = [self.rule.draw(rng) for _ in range(self.answers)]
         else:
             found = rng.choice(self.recorded)
             lengths = list(found) if len(found) == self.answers else rng.choices(found, k=self.answers)
-        lengths = [max(1, min(length, self.max_tokens)) for length in lengths]
         draw, why = rng.random(), ""
         for reason, share in self.rejected:
-            if 0 <= draw < share:
-                why = reason
+            why = reason if 0 <= draw < share else why
             draw -= share
-        turns = [_parts(length, self.turns) for length in lengths]
-        return EpisodeWork(self.prompt, turns, why)
+        return [_parts(max(1, min(length, self.max_tokens)), self.turns) for length in lengths], why
 
-
-def most_running(config: PPOConfig) -> float:
-    """Sequences that a server runs at the same time."""
-    return config.native.max_running_requests if config.server_backend == "native" else math.inf
-
-
-def mean_tokens(work: Workload) -> float:
-    """Generated tokens of an episode, in the mean."""
-    first = [sum(map(sum, work.episode(1, number).turns)) for number in range(64)]
-    return sum(first) / len(first)
+    @property
+    def mean_tokens(self) -> float:
+        """Generated tokens of an episode."""
+        return sum(sum(map(sum, self.episode(1, number)[0])) for number in range(64)) / 64
 
 
 def _parts(tokens: int, count: int) -> list[int]:
     """`tokens` in `count` parts, of which none is empty, as equal as possible."""
     count = min(tokens, count)
     return [tokens * (part + 1) // count - tokens * part // count for part in range(count)]
+
+
+def most_running(config: PPOConfig) -> float:
+    """Sequences that a server runs at the same time."""
+    return config.native.max_running_requests if config.server_backend == "native" else math.inf

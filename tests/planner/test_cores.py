@@ -1,15 +1,15 @@
 """Processes that share cores, by hand: on the virtual clock, and undone for the times of a recorded run."""
 
 import asyncio
+import functools
 import math
 from dataclasses import replace
 
 import pytest
 
 from areal.planner.command import adapted
-from areal.planner.cores import Cores, Timer, WorkClock, joined, speed
+from areal.planner.cores import Cores, WorkClock, speed
 from areal.planner.measured import MeasuredRun, Served, shared_cores
-from areal.planner.service import speedup
 from areal.planner.virtual_loop import run_virtual
 from tests.planner.test_simulation import setting
 
@@ -29,13 +29,10 @@ def test_workers_that_join_and_leave_slow_each_other_down():
 
     async def main(count: float) -> None:
         cores = Cores(count)
-        Timer(cores, lambda: ends.setdefault("never", 0.0)).set(1.0)
-        kept, dropped = (
-            Timer(cores, lambda: ends.setdefault("timer", asyncio.get_running_loop().time())),
-            list(cores.timers),
-        )
-        dropped[0].cancel()
-        kept.set(5.0)
+        never = functools.partial(ends.setdefault, "never", 0.0)
+        cores.call_at(1.0, never)
+        cores.cancel(never)
+        cores.call_at(5.0, lambda: ends.setdefault("timer", asyncio.get_running_loop().time()))
         await asyncio.gather(work(cores, "one", 0.0, 6.0, 1.0), work(cores, "two", 3.0, 2.0, 2.0))
 
     run_virtual(main(2))
@@ -52,7 +49,7 @@ def test_work_that_is_cancelled_frees_its_cores():
         await asyncio.sleep(1.0)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        assert not cores.timers
+        assert not cores._calls
         await cores.work(2.0, 1.0)
         return asyncio.get_running_loop().time()
 
@@ -64,7 +61,6 @@ def test_the_clock_of_a_run_undoes_what_its_processes_took_from_each_other():
     clock = WorkClock([(1.0, [(0.0, 4.0)]), (1.0, [(2.0, 6.0)])], cores=1)
     assert [clock.at(moment) for moment in (-1.0, 2.0, 3.0, 4.0, 6.0, 8.0)] == [-1.0, 2.0, 2.5, 3.0, 5.0, 7.0]
     assert clock.speed(0.0, 4.0) == 0.75
-    assert joined([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0)]) == [(0.0, 2.0), (3.0, 4.0)]
 
 
 def recorded_run() -> tuple[list[dict[str, float]], Served]:
@@ -115,27 +111,11 @@ def test_answers_of_several_servers_are_not_those_of_one_more():
     assert shared_cores(rows, [replace(answer, server="")], 2, 1)[1:] == pytest.approx((1.5, 2.0), rel=0.01)
 
 
-def seen_with(cores: float) -> MeasuredRun:
-    """A machine with four cores. The server and the trainer have two threads and use `cores` cores each."""
+def test_another_number_of_threads_is_assumed_to_be_as_fast():
     one = setting()
-    server, trainer = (replace(each, cores=cores) for each in (one.times.server, one.times.trainer))
-    times = replace(one.times, cores=4, server=server, trainer=trainer)
-    return MeasuredRun(config=one.config, times=times, work=one.work, step_s=1.0, staleness=0.0)
-
-
-def test_more_processes_on_a_machine_have_fewer_threads_each():
-    seen = seen_with(2.0)  # with three servers one thread for each
-    times, (found, _) = seen.times, adapted(seen, replace(seen.config, allocation_mode="native:d3+fsdp:d1"))
-    assert (found.server.step_s, found.server.cores) == (2 * times.server.step_s, 1.0)
-    assert (found.trainer.update_s, found.trainer.cores) == (2 * times.trainer.update_s, 1.0)
+    times = replace(one.times, cores=4)  # two threads for each of two processes, one for each of four
+    seen = MeasuredRun(config=one.config, times=times, work=one.work, step_s=1.0, staleness=0.0)
+    assert not adapted(seen, one.config)[0].is_extrapolated
+    found = adapted(seen, replace(seen.config, allocation_mode="native:d3+fsdp:d1"))[0]
     assert found.is_extrapolated
     assert "another number of threads" in found.source
-
-
-def test_threads_make_a_process_faster_only_as_far_as_it_is_parallel():
-    for cores, factor in ((1.0, 1.0), (4 / 3, 1.2), (2.0, 2.0)):  # serial: all, half and nothing of its work
-        assert speedup(cores, 2, 4) == pytest.approx(factor)
-    assert speedup(2.5, 2, 1) == 0.5  # a part of the controller's work is in the cores of a server
-    seen = seen_with(1.0)
-    found = adapted(seen, replace(seen.config, allocation_mode="native:d3+fsdp:d1"))[0]
-    assert (found.server.step_s, found.server.cores) == (seen.times.server.step_s, 1.0)

@@ -64,8 +64,8 @@ def test_recorded_ends_repeat_the_decisions_of_a_run(tmp_path, monkeypatch, stal
 def test_service_times_are_found_in_the_files_of_a_run(tmp_path, monkeypatch):
     one = setting(1, steps=20, weight_update="keep_cache")
     paths = recorded(one, tmp_path, monkeypatch)
-    episodes, lost, updates = read_episodes(paths)
-    assert (lost, updates) == ({}, [])
+    episodes, lost, update_s = read_episodes(paths)
+    assert (lost, update_s) == ({}, 0.0)
     assert {each.prompt for each in episodes} == {16}
     step_s, sequence_s, context_s = decode_times(answers_of(episodes))
     # The time of a step does not depend on the sequences: all of it is the step's.

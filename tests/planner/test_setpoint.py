@@ -17,21 +17,28 @@ from areal.api.config.rollout import TargetStaleness
 from areal.ledger.state import LedgerState
 from areal.planner import simulation
 from areal.planner.service import ServerTimes, ServiceTimes, TrainerTimes, Workload
-from areal.planner.simulation import LostServer, Setting, simulate
+from areal.planner.simulation import Setting, simulate
 from areal.rollout import setpoint
 from areal.rollout.gate import GateLimits
+from tests.planner.test_simulation import losing
 
 SIZE, TARGET, BOUND, CHANGE, SETTLED, END = 32, 1.5, 6, 30, 45, 72
 """Episodes of a batch; target and hard bound in versions; train steps: of the change, steady again, before the end."""
 
 
 def paced(
-    *, sequence_s: float = 0.002, mean: float | None = TARGET, ess: float | None = None, steps=END + 3, **changes
+    *,
+    sequence_s: float = 0.002,
+    mean: float | None = TARGET,
+    ess: float | None = None,
+    steps=END + 3,
+    servers=2,
+    **changes,
 ):
     config = GRPOConfig(
         experiment_name="setpoint",
         trial_name="test",
-        allocation_mode="native:d2+fsdp:d1",
+        allocation_mode=f"native:d{servers}+fsdp:d1",
         train_dataset=TrainDatasetConfig(path="none", batch_size=SIZE),
         rollout=InferenceEngineConfig(
             max_head_offpolicyness=BOUND, target_staleness=TargetStaleness(mean=mean, ess=ess)
@@ -40,7 +47,7 @@ def paced(
     times = ServiceTimes(
         server=ServerTimes(step_s=0.005, sequence_s=sequence_s), trainer=TrainerTimes(update_s=3.0, publish_s=0.5)
     )
-    one = Setting(config=config, times=times, work=answers("uniform(50,200)"), servers=2, dp_size=1, steps=steps)
+    one = Setting(config=config, times=times, work=answers("uniform(50,200)"), steps=steps)
     return replace(one, **changes)
 
 
@@ -59,7 +66,7 @@ def longer_answers(monkeypatch) -> Setting:
 
 
 def lost_server(monkeypatch) -> Setting:
-    return paced(lost=LostServer(at_s=change_s(paced()), back_after_s=1e6))
+    return paced(during=losing(change_s(paced()), 1e6))
 
 
 def slow_rewards(monkeypatch) -> Setting:
