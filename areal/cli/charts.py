@@ -158,8 +158,8 @@ def _label(key: str, keys: Sequence[str]) -> str:
     return key if key.startswith("eval/") else key.rpartition("/")[2]
 
 
-def page_facts(view: RunView, table: StepTable, config: BaseExperimentConfig) -> PageFacts:
-    charts = table.charts(view, governing_options(config))
+def page_facts(view: RunView, table: StepTable, config: BaseExperimentConfig, spans: Chart | None = None) -> PageFacts:
+    charts = table.charts(view, governing_options(config)) + ([spans] if spans else [])
     return PageFacts(view=replace(view, curves={}, held_out={}), charts=charts)
 
 

@@ -14,6 +14,7 @@ from aiohttp import web
 from areal.api.errors import ArealError
 from areal.cli.charts import PageFacts, StepColumns, StepTable, page_facts
 from areal.cli.show import LEVELS, answers_of, parse_question
+from areal.cli.span_lanes import SpanLanes
 from areal.cli.watch import GrowingRows, Watched
 from areal.cli.web_page import Page, page
 from areal.ledger.audit import ledger_folder
@@ -43,6 +44,7 @@ class PageFeed:
         self._watched = Watched(run)
         self._rows = GrowingRows(RunPaths(run).metrics)
         self._table = StepTable()
+        self._spans = SpanLanes(RunPaths(run).trace)
 
     def look(self) -> tuple[StepColumns | None, PageFacts]:
         """The values of new steps, None without any, and the facts as they are now."""
@@ -50,7 +52,7 @@ class PageFeed:
         if replaces:
             self._table = StepTable()
         columns = self._table.take(rows, replaces=replaces) if rows or replaces else None
-        return columns, page_facts(self._watched.look(), self._table, self._watched.config)
+        return columns, page_facts(self._watched.look(), self._table, self._watched.config, self._spans.chart())
 
 
 def cookie_name(key: str) -> str:

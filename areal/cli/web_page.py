@@ -36,6 +36,7 @@ class Chart:
     series: Sequence[Series] = ()
     bars: Mapping[str, float] = field(default_factory=dict[str, float])  # Label -> value, of kind bars.
     options: Sequence[GoverningOption] = ()
+    data: Sequence[Sequence[float]] = ()  # Seconds and a column for each series, of a chart that is not over steps.
 
 
 class Page(NamedTuple):

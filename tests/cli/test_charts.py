@@ -8,6 +8,7 @@ import re
 import pytest
 
 from areal.cli.charts import StepTable, lanes_of, page_facts
+from areal.cli.span_lanes import SpanLanes
 from areal.cli.watch import GrowingRows, Watched
 from areal.cli.web_page import page
 from tests.cli.run_files import row
@@ -43,6 +44,38 @@ def test_lanes_are_shares_of_the_time_of_a_step():
     assert lanes["lane/update"] == pytest.approx(0.7)
     assert "lane/rollout" not in lanes
     assert lanes_of({"step": 0}) == {}
+
+
+def traced(run, process, *spans, of="request"):
+    """Add spans (name, start, end), in seconds, to the trace of a process."""
+    run.trace.mkdir(exist_ok=True)
+    with (run.trace / f"{process}.jsonl").open("a") as file:
+        for name, start_s, end_s in spans:
+            us = {"ts": (1e9 + start_s) * 1e6, "args": {"us": (end_s - start_s) * 1e6}}
+            file.write(json.dumps({"ph": "b", "cat": of, "id": "1", "name": name, **us}) + "\n")
+
+
+def test_spans_of_the_traces_are_lanes_of_each_process(run):
+    lanes = SpanLanes(run.trace)
+    assert lanes.chart() is None
+    traced(run, "server-0", ("run", 0.0, 4.0), ("run", 2.0, 6.0), ("queued", 1.0, 1.001))
+    traced(run, "trainer-0", ("update", 5.0, 8.0))
+    chart = lanes.chart()
+    assert [one.label for one in chart.series] == ["server-0: run", "trainer-0: update"]  # the other is too short
+    times, *columns = chart.data
+    assert (len(times), times[-1]) == (400, 8.0)
+    assert [sum(column) * 8 / 400 for column in columns] == pytest.approx([6.0, 3.0])  # the union of both requests
+    assert (columns[0][299], columns[0][300], columns[1][249], columns[1][250]) == (1.0, 0.0, 0.0, 1.0)
+    assert lanes.chart() is chart  # nothing has grown
+
+
+def test_only_the_time_of_which_all_spans_are_known_is_shown(run):
+    traced(run, "trainer-0", ("update", 0.0, 90.0))
+    traced(run, "server-0", *(("run", at / 100, at / 100 + 0.005) for at in range(9000)))
+    chart = SpanLanes(run.trace).chart()
+    times, *columns = chart.data
+    assert 5.0 < times[-1] < 40.0
+    assert [column[-1] for column in columns] == pytest.approx([0.5, 1.0], abs=0.05)
 
 
 def test_charts_name_their_series_units_and_the_options_that_govern_them(run):

@@ -11,6 +11,7 @@ import pytest
 from areal.cli.main import run_command
 from tests.cli.chromium import PROGRAM, open_tab
 from tests.cli.run_files import row, write_run
+from tests.cli.test_charts import traced
 from tests.cli.test_page_server import HOSTILE, KEY, hostile_ledger, served
 from tests.cli.test_predicted import NAMES
 from tests.ledger.forge import Forge
@@ -91,6 +92,30 @@ async def test_new_steps_appear_without_a_reload(run, tmp_path):
         with open(run.metrics, "a") as file:
             file.write(json.dumps(row(5)) + "\n")
         assert await tab.until("document.getElementById('facts').textContent.includes('step 5 of 10')")
+        assert tab.errors == []
+
+
+async def test_spans_of_a_traced_run_are_lanes_that_grow(run, tmp_path):
+    for step in range(6):
+        at = 2.0 * step
+        traced(run, "trainer-0", ("wait_batch", at, at + 0.9), ("update", at + 0.9, at + 1.9))
+        traced(run, "server-0", ("queued", at, at + 0.2), ("run", at + 0.2, at + 1.2))
+        traced(run, "controller", ("generate", at, at + 1.2), ("reward", at + 1.2, at + 1.5), of="episode")
+    spans = "[...board.cards.values()].find((card) => card.chart.data.length)"
+    async with served(run.root) as address, open_tab(tmp_path / "profile") as tab:
+        await tab.open(f"{address}/?key={KEY}")
+        await tab.until(DRAWN)
+        labels = await tab.value(f"{spans}.chart.series.map((one) => one.label).join()")
+        assert labels.split(",")[2:] == [
+            "server-0: queued",
+            "server-0: run",
+            "trainer-0: wait_batch",
+            "trainer-0: update",
+        ]
+        assert await tab.value(f"{spans}.plot.data[0].at(-1)") == 11.9
+        await pictures(tab, "spans")
+        traced(run, "trainer-0", ("update", 12.9, 13.9))
+        assert await tab.until(f"{spans}.plot.data[0].at(-1) === 13.9")
         assert tab.errors == []
 
 

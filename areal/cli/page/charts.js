@@ -128,7 +128,7 @@ class ChartCard {
       scales: { x: { time: false } }, axes: [x, y],
       series: [{ label: inTime ? "time" : "step", value: (_, v) => (inTime ? duration(v) : number(v)) }, ...this.series()],
       legend: { markers: { width: 0, fill: (u, i) => color(`--c${(i - 1) % 8}`) } },
-      cursor: { sync: { key: "steps" }, points: { size: 6 }, dataIdx: (_, place, at) => (at !== null && this.chart.series[place - 1]?.sparse ? this.nearest(this.real[place], at) : at) },
+      cursor: { sync: { key: this.chart.data.length ? "spans" : "steps" }, points: { size: 6 }, dataIdx: (_, place, at) => (at !== null && this.chart.series[place - 1]?.sparse ? this.nearest(this.real[place], at) : at) },
       hooks: { setCursor: [(u) => { if (u.cursor.left < 0) this.showNewest(); }] },
     };
     if (kind === "lanes") this.asLanes(made);
@@ -151,14 +151,13 @@ class ChartCard {
     made.axes[0].grid = { show: false };
     made.padding = [0, 24, 0, 26];
     made.series.slice(1).forEach((one, place) => {
-      const base = series.length - 1 - place, isWait = series[place].label.includes(" ");
-      const hue = isWait ? "--c1" : "--c0";
+      const base = series.length - 1 - place, hue = series[place].label.includes("wait") ? "--c1" : "--c0";
       Object.assign(one, {
         stroke: () => color(hue), fill: () => color(hue) + "99", fillTo: () => base, width: 1, paths: stepped, points: { show: false },
         value: (u, _, i, at) => percent(at === null ? null : this.real[i][at]),
       });
     });
-    made.legend.markers.fill = (u, i) => color(series[i - 1]?.label.includes(" ") ? "--c1" : "--c0");
+    made.legend.markers.fill = (u, i) => color(series[i - 1]?.label.includes("wait") ? "--c1" : "--c0");
     made.cursor.points = { show: false };
     made.hooks.draw = [(u) => this.labelLanes(u)];
   }
@@ -232,9 +231,9 @@ class ChartBoard {
 
   redraw(isNew) {
     for (const card of this.cards.values()) {
-      const [xs, columns] = this.columnsOf(card.chart, this.axis);
+      const own = card.chart.data, [xs, columns] = own.length ? [own[0], own.slice(1)] : this.columnsOf(card.chart, this.axis);
       if (isNew) card.axis = null;
-      card.draw(xs, columns, this.axis);
+      card.draw(xs, columns, own.length ? "time" : this.axis);
     }
   }
 }
