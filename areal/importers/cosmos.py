@@ -669,9 +669,9 @@ def _devices(draft: Draft) -> None:
     flags = {"gpu_memory_utilization": "gpu_memory_utilization" if server == "vllm" else "mem_fraction_static"}
     if server == "vllm":
         flags |= {"enable_chunked_prefill": "enable_chunked_prefill", "enforce_eager": "enforce_eager"}
-        flags |= {"quantization": "quantization"} if draft.get("rollout.quantization") == "fp8" else {}
+        flags |= {"quantization": "quantization"} if draft.get("rollout.quantization") in ("fp8", "mxfp4") else {}
     draft.server("rollout.", server, flags)
-    draft.lack("vLLM quantizes to fp8: vllm.quantization", "rollout.quantization", off=("none", None))
+    draft.lack("vLLM quantizes to fp8 or mxfp4: vllm.quantization", "rollout.quantization", off=("none", None))
 
 
 def _turns(draft: Draft) -> None:

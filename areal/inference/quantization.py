@@ -29,6 +29,8 @@ _KERNEL_INPUTS = 16
 _KERNEL_ROWS = 16
 _INNER_TILES = 2
 """Multiples of which torch's kernels for 4-bit weights take: rows on the CPU; tiles of 16 columns on CUDA."""
+_MX_BLOCK, _NV_BLOCK = 32, 16
+_E2M1_LARGEST, _E4M3_LARGEST = 6.0, 448.0
 
 
 class Scheme(Protocol):
@@ -36,12 +38,13 @@ class Scheme(Protocol):
 
     def fits(self, out_features: int, in_features: int) -> bool: ...
 
-    def stored(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def stored(self, weight: Tensor) -> tuple[Tensor, ...]:
         """Codes and scales of a finite floating-point weight on its device."""
         ...
 
-    def product(self, states: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-        """states [rows, in] times the transposed weight: [rows, out], in the type of the states."""
+    def product(self, states: Tensor, held: tuple[Tensor, ...]) -> Tensor:
+        """states [rows, in] times the transposed weight that is stored as `held`: [rows, out], in the type of the
+        states."""
         ...
 
 
@@ -63,7 +66,8 @@ class PerChannel:
         codes = codes if self._dtype.is_floating_point else codes.round_()
         return codes.clamp_(*self._limits).to(self._dtype), scales
 
-    def product(self, states: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    def product(self, states: Tensor, held: tuple[Tensor, ...]) -> Tensor:
+        codes, scales = held
         if (
             codes.dtype == torch.int8
             and states.dtype == torch.bfloat16
@@ -106,17 +110,75 @@ class Int4Groups:
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, _INNER_TILES)
         return packed, torch.stack((scales, zeros), dim=-1).transpose(0, 1).contiguous()
 
-    def product(self, states: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    def product(self, states: Tensor, held: tuple[Tensor, ...]) -> Tensor:
+        codes, scales = held
         if states.device.type == "cuda":
             found = torch.ops.aten._weight_int4pack_mm(states.to(scales.dtype), codes, QUANTIZED_GROUP, scales)
             return found.to(states.dtype)
         return torch.ops.aten._weight_int4pack_mm_for_cpu(states, codes, QUANTIZED_GROUP, scales)
 
 
+class Fp4Blocks:
+    """4-bit floats (E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 with a sign) that share a scale in blocks of inputs.
+
+    mxfp4: blocks of 32 with powers of two as scales (E8M0), by the OCP Microscaling Formats specification 1.0; the
+    largest number of a block is rounded to E2M1 before its power of two is taken, so that it is never cut.
+    nvfp4: blocks of 16 with scales in E4M3, and a float32 scale that makes the largest of these 448, by NVIDIA's
+    description of the format. Both are stored transposed, for products on the CPU: codes [in / 2, out] with input i in
+    the low half of byte i and input i + in / 2 in the high one, scales [in / block, out].
+    """
+
+    def __init__(self, block: int) -> None:
+        self._block = block
+
+    def fits(self, out_features: int, in_features: int) -> bool:
+        return in_features % self._block == 0
+
+    def stored(self, weight: Tensor) -> tuple[Tensor, ...]:
+        blocks = weight.float().T.unflatten(0, (-1, self._block))
+        largest = blocks.abs().amax(dim=1)
+        if self._block == _MX_BLOCK:
+            exponents = ((largest.view(torch.int32) + (1 << 21)) >> 23) - 2  # biased by 127; 4 is the power of two of 6
+            kept = (exponents.clamp(min=1).to(torch.uint8),)
+            inverse = _powers(254 - kept[0]).float()
+        else:
+            whole = (largest.amax() / (_E4M3_LARGEST * _E2M1_LARGEST)).clamp(min=2.0**-100)  # its inverse is finite
+            scales = (largest / _E2M1_LARGEST / whole).clamp(min=2.0**-6).to(torch.float8_e4m3fn)
+            kept, inverse = (scales, whole), 1 / whole / scales.float()
+        values = (blocks * inverse[:, None]).flatten(0, 1)
+        sizes = values.abs()
+        above_2 = torch.where(sizes < 4, sizes.round() + 2, (sizes / 2).round() + 4)
+        codes = torch.where(sizes < 2, (2 * sizes).round(), above_2).clamp(max=7).to(torch.uint8)
+        low, high = (codes | values.signbit().to(torch.uint8) << 3).chunk(2)
+        return low | high << 4, *kept
+
+    def product(self, states: Tensor, held: tuple[Tensor, ...]) -> Tensor:
+        codes, scales, *whole = held
+        scales = _powers(scales) if scales.dtype == torch.uint8 else widened(scales, states.dtype)
+        blocks = _numbers(codes).to(states.dtype).unflatten(0, (-1, self._block)).mul_(scales[:, None])
+        found = states @ blocks.flatten(0, 1)
+        return found.mul_(whole[0]) if whole else found
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """2 to the power of (exponent - 127) in bfloat16, of bytes from 1 to 254."""
+    return exponents.to(torch.int16).bitwise_left_shift_(7).view(torch.bfloat16)
+
+
+def _numbers(codes: Tensor) -> Tensor:
+    """The numbers [in, out] in bfloat16 of codes [in / 2, out]: exact."""
+    signed = codes.view(torch.int8)
+    # sign, 2 bits of exponent, 1 of mantissa -> the same with 8 and 7 bits; the biases are 1 and 127
+    bits = torch.cat((signed << 4, signed)).to(torch.int16).bitwise_left_shift_(2).bitwise_and_(-0x7E40)
+    return bits.view(torch.bfloat16).mul_(2.0**126)
+
+
 SCHEMES: dict[str, Scheme] = {
     "int8": PerChannel(torch.int8, 127.5, (-128, 127)),
     "fp8": PerChannel(torch.float8_e4m3fn, 448.0, (-448, 448)),
     "int4": Int4Groups(),
+    "mxfp4": Fp4Blocks(_MX_BLOCK),
+    "nvfp4": Fp4Blocks(_NV_BLOCK),
 }
 
 
@@ -126,30 +188,21 @@ class QuantizedLinear(nn.Linear):
     `weight` is a stand-in of the same shape, type and device without memory, for code that looks at these.
     """
 
-    codes: Tensor
-    scales: Tensor
-
     def __init__(self, source: nn.Linear, scheme: Scheme) -> None:
         weight = source.weight
         super().__init__(source.in_features, source.out_features, bias=False, device="meta", dtype=weight.dtype)
         self.scheme = scheme
         self.weight = nn.Parameter(weight.new_zeros(()).expand(weight.shape), requires_grad=False)
         self.bias = source.bias
-        codes, scales = scheme.stored(weight)
-        self.register_buffer("codes", codes, persistent=False)
-        self.register_buffer("scales", scales, persistent=False)
-
-    @property
-    def held(self) -> tuple[Tensor, Tensor]:
+        self.held = scheme.stored(weight)
         """The tensors that an update of the weights replaces."""
-        return self.codes, self.scales
 
     def forward(self, input: Tensor) -> Tensor:
         return self.product(input)
 
     def product(self, states: Tensor) -> Tensor:
         """Without what adapters add to `forward`. states [..., in] -> [..., out]."""
-        found = self.scheme.product(states.reshape(-1, self.in_features).contiguous(), self.codes, self.scales)
+        found = self.scheme.product(states.reshape(-1, self.in_features).contiguous(), self.held)
         found = found if self.bias is None else found.add_(self.bias)
         return found.view(*states.shape[:-1], self.out_features)
 

@@ -24,6 +24,7 @@ from aiohttp import web
 
 from areal.api.config import NativeServerConfig, PPOConfig
 from areal.api.config.load import load_experiment
+from areal.api.config.rollout import QUANTIZED_BITS
 from areal.api.data import WeightSpec
 from areal.api.errors import ArealError, ConfigError, RequestError
 from areal.inference.adapters import LoadedAdapters
@@ -420,7 +421,7 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 = any free one (default)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where the model runs")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="weight and compute type")
-    parser.add_argument("--quantization", choices=("none", "fp8", "int8", "int4"), help="weights of linear layers")
+    parser.add_argument("--quantization", choices=("none", *QUANTIZED_BITS), help="weights of linear layers")
     parser.add_argument("--num-threads", type=int, help="CPU threads (default: that of torch)")
     parser.add_argument("--context-length", type=int, help="maximum tokens of prompt and answer together")
     parser.add_argument("--max-running-requests", type=int, help="maximum running requests")

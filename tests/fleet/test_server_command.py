@@ -342,13 +342,13 @@ def test_matrices_in_blocks_are_those_of_a_built_model(tmp_path, kind, sizes):
     assert ModelShape.read(str(tmp_path)).block_matrices == built
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("fp8", 8), ("int4", 5)])
+@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("fp8", 8), ("int4", 5), ("mxfp4", 4.25), ("nvfp4", 4.5)])
 def test_memory_of_a_native_server_with_quantised_weights(model, kind, bits):
     native = NativeServerConfig(dtype="bfloat16", max_total_tokens=1000, quantization=kind)
     start = command(config_of("native", actor={"path": model}, native=native), on_gpu=False)
     shape = ModelShape.read(model)
     inside = shape.block_matrices
-    weights = 2 * (shape.parameters - inside) + inside * bits // 8
+    weights = 2 * (shape.parameters - inside) + int(inside * bits / 8)
     assert start.memory_bytes == max(2 * weights, 2 * shape.parameters) + 2 * 1000 * KV_VALUES
     on_gpu = command(config_of("vllm", actor={"path": model, "dtype": "bfloat16"}, vllm={"quantization": "fp8"}))
     assert on_gpu.memory_bytes == 2 * shape.parameters - inside
@@ -361,6 +361,12 @@ def test_memory_of_a_native_server_with_quantised_weights(model, kind, bits):
         ("native", "int8", {"num_experts": 4, "moe_intermediate_size": 8}, "this one has experts: remove it"),
         ("native", "fp8", {"layer_types": ["conv"], "conv_L_cache": 3}, "this one has layers with a state: remove it"),
         ("sglang", "fp8", {}, "'fp8': areal cannot update the weights of SGLang servers that quantize them: remove"),
+        (
+            "vllm",
+            "nvfp4",
+            {},
+            "'nvfp4' is no kind that vLLM makes from the trainer's weights, of all linear layers: use",
+        ),
         ("vllm", "awq", {}, "'awq' is no kind that vLLM makes from the trainer's weights, of all linear layers: use"),
     ],
 )
@@ -385,9 +391,7 @@ def test_quantization_that_a_server_cannot_do_is_refused_before_the_start(model,
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("nvfp4", "nvfp4: native servers have no kernels for 4-bit floats: use int4, or vllm servers with vllm.quant"),
-        ("mxfp4", "mxfp4: native servers have no kernels for 4-bit floats: use int4, or vllm servers with vllm.quant"),
-        ("int3", "'int3' is not one of none, int8, fp8, int4"),
+        ("int3", "'int3' is not one of none, int8, fp8, int4, mxfp4, nvfp4"),
     ],
 )
 def test_kinds_that_native_servers_lack_are_refused(kind, text):

@@ -325,7 +325,7 @@ def rollout_difference(
     return Difference(mean=gap.abs().mean().item(), maximum=gap.abs().max().item(), k3=k3)
 
 
-QUANTIZED_LIMITS = {"int8": 0.02, "fp8": 0.06, "int4": 0.15}
+QUANTIZED_LIMITS = {"int8": 0.02, "fp8": 0.06, "int4": 0.15, "mxfp4": 0.25, "nvfp4": 0.2}
 
 
 def quantized_error(device: torch.device, kind: str) -> float:

@@ -86,7 +86,7 @@ def test_two_processes_on_one_card_get_an_error_and_live(gpu):
     assert peer.exitcode == 0, "an error, no abort"
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("kind", sorted(bodies.QUANTIZED_LIMITS))
 def test_products_of_quantised_weights(gpu, kind):
     found = bodies.quantized_error(gpu, kind)
     print(f"{torch.cuda.get_device_name()}, {kind}: largest error {found:.4f} of the largest output")  # noqa: T201

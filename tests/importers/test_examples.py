@@ -295,6 +295,10 @@ CASES = {
         "[train.train_policy]\ntype = 'grpo'\n[rollout]\nn_generation = 4\n",
         {"actor.fp8.recipe": None}, name="f.toml",
         is_missing=("train.fp8.enable_fp8", "train.fp8.fp8_recipe", "train.fp4.enable_fp4")),
+    "4-bit servers of Cosmos": Case(
+        "cosmos",
+        "[rollout]\nbackend = 'vllm'\nquantization = 'mxfp4'\n[train.train_policy]\ntype = 'grpo'\n",
+        {"vllm.quantization": "mxfp4"}, name="f.toml", is_missing=()),
     "FP8 of verl": Case(
         "verl",
         "actor_rollout_ref: {model: {path: m}, actor: {strategy: megatron, optim: {override_optimizer_config:\n"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from areal.api.errors import ConfigError, RequestError
-from areal.inference.quantization import SCHEMES, QuantizedLinear, quantize, quantized_layers, widened
+from areal.inference.quantization import SCHEMES, Fp4Blocks, QuantizedLinear, quantize, quantized_layers, widened
 from areal.inference.weight_update import ServedWeights, weight_bytes
 from areal.system.network import TOKEN_VARIABLE
 from areal.weights.collective import DeltaCollectiveChannel
@@ -30,7 +30,9 @@ __all__ = ("copied", "write_adapter")
 
 KINDS = sorted(SCHEMES)
 # Half of the largest step between two codes, relative to the largest weight of a row or group.
-HALF_STEPS = {"int8": 1 / 255, "fp8": 1 / 28, "int4": 1 / 15}
+HALF_STEPS = {"int8": 1 / 255, "fp8": 1 / 28, "int4": 1 / 15, "mxfp4": 1 / 5, "nvfp4": 1 / 5.6}
+BLOCKS = {"int4": 32, "mxfp4": 32, "nvfp4": 16}
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 
 
 def weight_of(rows=48, columns=64, dtype=torch.float32):
@@ -39,14 +41,19 @@ def weight_of(rows=48, columns=64, dtype=torch.float32):
 
 def dequantized(layer: QuantizedLinear) -> torch.Tensor:
     """[out, in] float64, computed from the codes by the definition of the kind."""
-    codes, scales = (tensor.double() for tensor in layer.held)
+    if isinstance(layer.scheme, Fp4Blocks):
+        codes, scales, *whole = layer.held
+        numbers = E2M1[torch.cat((codes & 15, codes >> 4)).int()]
+        steps = 2.0 ** (scales.double() - 127) if scales.dtype == torch.uint8 else scales.double() * whole[0].double()
+        return (numbers * steps.repeat_interleave(len(numbers) // len(steps), 0)).T
+    codes, scales = layer.held
     if scales.ndim == 1:
-        return codes * scales[:, None]
+        return codes.double() * scales.double()[:, None]
     # The codes are in the order of torch's kernel, which gives back a column for each unit vector.
-    units = torch.eye(layer.in_features, dtype=layer.scales.dtype)
-    ones = torch.stack((torch.ones_like(layer.scales[..., 0]), torch.zeros_like(layer.scales[..., 0])), -1)
-    plain = torch.ops.aten._weight_int4pack_mm_for_cpu(units, layer.codes, 32, ones).T.double()
-    scale, zero = (scales[..., part].T.repeat_interleave(32, 1) for part in (0, 1))
+    units = torch.eye(layer.in_features, dtype=scales.dtype)
+    ones = torch.stack((torch.ones_like(scales[..., 0]), torch.zeros_like(scales[..., 0])), -1)
+    plain = torch.ops.aten._weight_int4pack_mm_for_cpu(units, codes, 32, ones).T.double()
+    scale, zero = (scales[..., part].double().T.repeat_interleave(32, 1) for part in (0, 1))
     return plain * scale + zero
 
 
@@ -97,15 +104,70 @@ def test_codes_and_scales_by_hand():
         0.3125,
     ]  # of 16 18 20, and of 0.28125 0.3125
     layer = layer_of("int4", weight)
-    assert layer.scales[0, 3].tolist() == [1, 5]  # -3 ... 12 in steps of 1, and the zero is that of code 8
+    assert layer.held[1][0, 3].tolist() == [1, 5]  # -3 ... 12 in steps of 1, and the zero is that of code 8
     assert dequantized(layer)[3].equal(weight[3].double())
     assert dequantized(layer)[2].abs().max() < 1e-30
+
+
+def nibbles(codes: torch.Tensor) -> list[list[int]]:
+    """Codes from 0 to 15 of each output."""
+    return torch.cat((codes & 15, codes >> 4)).T.tolist()
+
+
+def test_4_bit_floats_by_hand():
+    """Ties go to the even code; a power of two takes the next one when its numbers would round to 8."""
+    weight = torch.zeros(3, 32)
+    weight[0, :12] = torch.tensor([6, 0.25, 0.26, 0.75, 1.25, -1.75, 2.5, 3.5, 5, 5.1, -0.5, 6.9])
+    weight[1, :3] = torch.tensor([7 / 64, -1.75 / 64, 2 / 64])
+    codes, scales = SCHEMES["mxfp4"].stored(weight)
+    assert codes.shape == (16, 3)
+    assert scales.tolist() == [[127, 122, 1]]  # 2^0, 2^-5, and of no numbers the smallest
+    first, second, empty = nibbles(codes)
+    assert first[:12] == [7, 0, 1, 2, 2, 12, 4, 6, 6, 7, 9, 7]
+    assert second[:3] == [6, 10, 2]  # 3.5 -> 4, -0.875 -> -1, 1
+    assert not any(first[12:] + second[3:] + empty)
+    weight[0, :16] = torch.arange(16) * 28 / 15
+    weight[1, 16] = -1344.0
+    weight[2, 0], weight[2, 16] = 2688.0, 1.0
+    codes, scales, whole = SCHEMES["nvfp4"].stored(weight)
+    assert (codes.dtype, scales.dtype, whole.item()) == (torch.uint8, torch.float8_e4m3fn, 1)
+    # 28 / 6 = 4.67 of 4.5 and 5; 2.0^-6 = the smallest; 1 / 6 = 0.1667 of 0.15625 and 0.171875
+    assert scales.float().T.tolist() == [[4.5, 2.0**-6], [0.017578125, 224], [448, 0.171875]]
+    first, second, last = nibbles(codes)
+    assert first[:16] == [0, 1, 2, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7, 7, 7]
+    assert (second[16], last[0], last[16]) == (15, 7, 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_4_bit_floats_are_those_of_torchao(dtype):
+    """Of weights with large and small blocks, and of ties; all zeros are not compared: torchao makes them NaN."""
+    formats = pytest.importorskip("torchao.prototype.mx_formats")
+    mx, nv = (pytest.importorskip(f"torchao.prototype.mx_formats.{name}_tensor") for name in ("mx", "nvfp4"))
+    weight = weight_of(dtype=dtype) * 4.0 ** torch.arange(-24, 24)[:, None]
+    weight[5] = torch.arange(64) / 8
+    weight = weight.to(dtype)
+    theirs = mx.MXTensor.to_mx(weight, torch.float4_e2m1fn_x2, 32, formats.ScaleCalculationMode.EVEN)
+    layer = layer_of("mxfp4", weight)
+    assert dequantized(layer).equal(theirs.dequantize(torch.float32).double())
+    assert layer.held[1].T.equal(theirs.scale.view(torch.uint8))
+    theirs = nv.NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=nv.per_tensor_amax_to_scale(weight.abs().amax()))
+    codes, scales, whole = SCHEMES["nvfp4"].stored(weight)
+    assert scales.T.float().equal(theirs.scale.float())
+    assert whole.equal(theirs.per_tensor_scale)
+    packed = torch.stack((theirs.qdata & 15, theirs.qdata >> 4), -1).flatten(1)
+    assert nibbles(codes) == packed.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_zeros_give_zeros(kind):
+    layer = layer_of(kind, torch.zeros(16, 32))
+    assert layer(torch.ones(2, 32)).abs().max() < 1e-30
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_weight_moves_by_more_than_half_a_step(kind):
     weight = weight_of()
-    width = 32 if kind == "int4" else weight.shape[1]
+    width = BLOCKS.get(kind, weight.shape[1])
     rows = weight.double().unflatten(1, (-1, width))
     reach = rows.amax(-1) - rows.amin(-1) if kind == "int4" else rows.abs().amax(-1)
     errors = (dequantized(layer_of(kind, weight)).unflatten(1, (-1, width)) - rows).abs().amax(-1)

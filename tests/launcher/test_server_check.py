@@ -184,7 +184,7 @@ def test_quantized_weights_without_a_correction_are_pointed_out():
     actor = {"path": "org/model", "optimizer": OptimizerConfig()}
     for correction in ({"use_decoupled_loss": True}, {"rollout_correction": RolloutCorrectionConfig(upper=2)}):
         assert not notices(config_of("native", native=native, actor=PPOActorConfig(**actor, **correction)))
-    for kind, dtype in {"int8": "float8", "fp8": "float8", "int4": "int4", "none": "bfloat16"}.items():
+    for kind, dtype in {"int8": "float8", "fp8": "float8", "int4": "int4", "nvfp4": "int4", "none": "bfloat16"}.items():
         assert config_of("native", native=NativeServerConfig(quantization=kind)).served_dtype == dtype
     assert config_of("sglang", sglang={"quantization": "w8a8_fp8"}).served_dtype == "float8"
     kinds = {"fp8_per_block": "float8", "mxfp8": "float8", "mxfp4": "int4", "none": "bfloat16"}

@@ -15,7 +15,8 @@ from areal.api.config.schema import Problem, Problems, below, choice, given, num
 _SAMPLED = when("greedy", False)
 QUANTIZED_GROUP = 32
 """Inputs that share a scale in native.quantization=int4."""
-_QUANTIZED_BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.0}
+QUANTIZED_BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.0, "mxfp4": 4.25, "nvfp4": 4.5}
+"""Bits of a weight by kind of native.quantization, with the scales that native.dtype has no influence on."""
 
 
 def quantization_refusal(kind: str, what: str) -> str:
@@ -79,7 +80,7 @@ class NativeServerConfig:
     head_dtype: str = choice("auto", "auto", "float32", "compute", relevant=when("dtype", "bfloat16"))
     """Data type of logits: compute = that of `dtype`, auto = float32 on CUDA, else compute."""
     quantization: str = option("none", also="verl, cosmos-rl: rollout.quantization")
-    """Weights of linear layers: fp8, int8 = scaled per output, int4 = per 32 inputs; the server quantizes updates."""
+    """Linear layers: fp8, int8 = scaled per output; int4, mxfp4 = per 32 inputs, nvfp4 = 16; updates are quantized."""
     weight_buffer: str = choice("auto", "auto", "device", "host", relevant=when("device", "auto", "cuda"))
     """Second copy of the weights, for updates: device, host = updates wait for a copy, auto = device if it fits."""
     device: str = choice("auto", "auto", "cpu", "cuda")
@@ -126,7 +127,7 @@ class NativeServerConfig:
 
     def quantized_bytes(self, count: int, element_bytes: int) -> int:
         """Bytes of `count` weights of linear layers in the decoder's blocks."""
-        bits = _QUANTIZED_BITS.get(self.quantization, 8.0 * element_bytes)
+        bits = QUANTIZED_BITS.get(self.quantization, 8.0 * element_bytes)
         if self.quantization == "int4":
             bits += 2 * 8 * element_bytes / QUANTIZED_GROUP  # scale and zero
         return int(count * bits / 8)
@@ -138,11 +139,8 @@ class NativeServerConfig:
         return weight_bytes if weight_bytes >= 1 << 24 else 0
 
     def problems(self) -> Problems:
-        if self.quantization not in ("none", *_QUANTIZED_BITS):
-            text = f"{self.quantization!r} is not one of none, {', '.join(_QUANTIZED_BITS)}"
-            if self.quantization in ("nvfp4", "mxfp4"):
-                text = f"{self.quantization}: native servers have no kernels for 4-bit floats: use int4, or"
-                text += " vllm servers with vllm.quantization=mxfp4"
+        if self.quantization not in ("none", *QUANTIZED_BITS):
+            text = f"{self.quantization!r} is not one of none, {', '.join(QUANTIZED_BITS)}"
             yield Problem("quantization", text, "config.not_a_choice")
         if self.max_total_tokens and self.context_length and self.max_total_tokens < self.context_length:
             yield "max_total_tokens", f"{self.max_total_tokens} is below context_length={self.context_length}: raise it"
