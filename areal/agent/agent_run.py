@@ -74,8 +74,8 @@ async def run_environment(
             continue
         if environment is None:
             break
-        found = await environment.step(message)
-        new, reward, is_done = _checked(found)
+        result = await environment.step(message)
+        new, reward, is_done = _checked(result)
         turns[completion.id] = reward
         messages += new
         if is_done:
@@ -115,12 +115,12 @@ async def _tool_message(call: Any, tools: Sequence[Tool]) -> Message:
     return {"role": "tool", "tool_call_id": call.id, "content": content}
 
 
-def _checked(found: Any) -> tuple[list[Message], float, bool]:
+def _checked(result: Any) -> tuple[list[Message], float, bool]:
     try:
-        messages, reward, is_done = found
+        messages, reward, is_done = result
         return list(messages), float(reward), bool(is_done)
     except (TypeError, ValueError) as error:
-        message = f"step returned {found!r}: return (messages, reward, done)"
+        message = f"step returned {result!r}: return (messages, reward, done)"
         raise RewardError(message, code="agent.wrong_step") from error
 
 
@@ -133,16 +133,18 @@ _FRAME = re.compile(r'^  File "([^"\n]+)", line ([0-9]+)', re.MULTILINE)
 _CONTROL = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
-def place_of(found: TracebackType | None) -> str:
+def place_of(trace: TracebackType | None) -> str:
     """FILE:LINE of the last code of a traceback outside of the standard library and of packages; empty = none."""
-    return last_place(traceback.extract_tb(found))
+    return last_place(traceback.extract_tb(trace))
 
 
 def last_place(frames: Sequence[traceback.FrameSummary]) -> str:
     """The same for a stack."""
     others = (_OWN_FOLDER, _STDLIB, "<")
-    own = [one for one in frames if "site-packages" not in one.filename and not one.filename.startswith(others)]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+    users = [
+        frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(others)
+    ]
+    return f"{users[-1].filename}:{users[-1].lineno}" if users else ""
 
 
 def printed_place(text: str) -> str:
@@ -197,20 +199,20 @@ class AgentWatch:
         if left := {task for task in self._tasks if not task.done()}:
             await asyncio.wait(left, timeout=_SETTLE_S)
         tasks = [task for task in self._tasks if not task.done()]
-        found = [f"task {task.get_name()} ({self._tasks[task]})" for task in tasks]
+        descriptions = [f"task {task.get_name()} ({self._tasks[task]})" for task in tasks]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_SETTLE_S)
-        children = [one for one in psutil.Process().children(recursive=True) if one not in self._children]
+        children = [child for child in psutil.Process().children(recursive=True) if child not in self._children]
         _, alive = psutil.wait_procs(children, timeout=_SETTLE_S if children else 0)
         for child in alive:
             try:
-                found.append(f"process {child.pid} ({' '.join(child.cmdline())[:80]})")
+                descriptions.append(f"process {child.pid} ({' '.join(child.cmdline())[:80]})")
                 child.kill()
             except psutil.NoSuchProcess:
                 continue
-        return found
+        return descriptions
 
 
 OutcomeStatus = Literal["ok", "error", "timeout", "died", "unusable"]
@@ -299,15 +301,15 @@ class LoadedAgents:
         watch = AgentWatch(job.files) if job.watch else None
         with LoggedMetrics() as logged, nullcontext() if watch is None else watch.following():
             try:
-                found = outcome_of(await function(job.row, client, session), session)
+                result = outcome_of(await function(job.row, client, session), session)
             except (asyncio.CancelledError, KeyboardInterrupt):
                 raise
             except BaseException as error:  # noqa: BLE001 - user code: it fails this session
                 refusal = refusal_in("\n".join(_texts(error)))
-                found = AgentOutcome(status="error", message=described(error), refusal=refusal)
+                result = AgentOutcome(status="error", message=described(error), refusal=refusal)
         if watch is not None:
-            found = replace(found, leaks=await watch.leaks(), last_error=watch.last_error)
-        return replace(found, metrics=logged.means())
+            result = replace(result, leaks=await watch.leaks(), last_error=watch.last_error)
+        return replace(result, metrics=logged.means())
 
     def _function(self, job: AgentJob) -> Callable[..., Any]:
         if job.agent is not None:
@@ -321,8 +323,8 @@ class LoadedAgents:
         return run
 
     def _load(self, ref: FunctionRef) -> Callable[..., Any]:
-        found = load_function(ref)
-        function: Any = found().run if isinstance(found, type) else found
+        loaded = load_function(ref)
+        function: Any = loaded().run if isinstance(loaded, type) else loaded
         if not asyncio.iscoroutinefunction(function):
             function = partial(self._in_thread, function)
         self._runs[ref] = function
@@ -405,7 +407,7 @@ async def run_command(job: AgentJob, *, knows_session: bool = True) -> AgentOutc
     if process.returncode == 0:
         return AgentOutcome(status="ok", leaks=leaks)
     text = output.decode("utf-8", "replace").strip()
-    place = f" ({found})" if (found := printed_place(text)) else ""
+    place = f" ({last})" if (last := printed_place(text)) else ""
     message = f"{argv[0]} ended with exit code {process.returncode}{place}: {text[-_OUTPUT_CHARS:]}"
     return AgentOutcome(status="error", message=message, refusal=refusal_in(text), leaks=leaks)
 
@@ -439,19 +441,19 @@ def _texts(error: BaseException) -> Iterator[str]:
     """The texts of an error, of the errors that it replaced, and of those in a group, without traceback."""
     left, seen = [error], set[int]()
     while left:
-        one = left.pop()
-        if id(one) in seen:
+        raised = left.pop()
+        if id(raised) in seen:
             continue
-        seen.add(id(one))
-        yield f"{one} {getattr(one, 'body', '')}"  # of an SDK's error: what the session server answered
-        earlier = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        seen.add(id(raised))
+        yield f"{raised} {getattr(raised, 'body', '')}"  # of an SDK's error: what the session server answered
+        earlier = raised.__cause__ or (None if raised.__suppress_context__ else raised.__context__)
         left += [earlier] if earlier is not None else []
-        left += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+        left += raised.exceptions if isinstance(raised, BaseExceptionGroup) else ()
 
 
 def described(error: BaseException) -> str:
     """One line for an exception: type, text and its last line outside of packages and of the standard library."""
     if isinstance(error, ArealError):
         return str(error)
-    place = f" ({found})" if (found := place_of(error.__traceback__)) else ""
+    place = f" ({last})" if (last := place_of(error.__traceback__)) else ""
     return " ".join(f"{type(error).__name__}: {error}{place}".split())[: 2 * _OUTPUT_CHARS]

@@ -112,11 +112,11 @@ async def serve(channel: socket.socket) -> None:
     await agents.aclose()
 
 
-def _job_of(given: dict[str, Any]) -> AgentJob:
+def _job_of(fields: dict[str, Any]) -> AgentJob:
     names = ("agent", "environment")
-    refs: dict[str, Any] = {name: given[name] and FunctionRef(**given[name]) for name in names}
-    tools = tuple(FunctionRef(**ref) for ref in given["tools"])
-    return AgentJob(**given | refs | {"tools": tools, "command": tuple(given["command"])})
+    refs: dict[str, Any] = {name: fields[name] and FunctionRef(**fields[name]) for name in names}
+    tools = tuple(FunctionRef(**ref) for ref in fields["tools"])
+    return AgentJob(**fields | refs | {"tools": tools, "command": tuple(fields["command"])})
 
 
 def main(argv: list[str]) -> None:

@@ -36,11 +36,11 @@ class TokenText:
         whole = text.rstrip(_HALF)
         if whole != text and not whole.startswith(self._returned):  # further bytes may make it whole again
             return ""
-        found, self._returned = whole[len(self._returned) :], whole
+        new, self._returned = whole[len(self._returned) :], whole
         if whole == text:
             del self._window[: self._num_old]
             self._num_old, self._returned = len(self._window), self._decode(self._window)
-        return found
+        return new
 
     def rest(self) -> str:
         """What `add` has not returned: bytes at the end that are no whole character."""
@@ -154,7 +154,9 @@ class AnswerSplit:
         starts = range(max(len(text) - style.longest, 0), len(text))
         place = next((at for at in starts if text[at:] in style.beginnings), len(text))
         if style.special_tokens is not None:
-            place = max(place, *(one.end() for one in style.special_tokens.finditer(text) if one.start() < place), 0)
+            place = max(
+                place, *(match.end() for match in style.special_tokens.finditer(text) if match.start() < place), 0
+            )
         self._rest = text[place:]
         return text[:place]
 

@@ -68,7 +68,7 @@ def start_text(
         return start, answers[1], shown
     # What every answer has between name and arguments, up to the end of a token that tokenizers do not merge on.
     pairs = zip(*(answer.partition(shown)[2] for answer in answers), strict=False)
-    between = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)).rstrip("{<")
+    between = "".join(character for character, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)).rstrip("{<")
     text = f"{start}{shown}{between.rstrip() or between}".replace(shown, name)
     return (text, answers[1].replace(shown, name), name) if between else None
 
@@ -331,16 +331,16 @@ class TemplateBridge(DialogueTemplate):
     def extension(
         self, history: Sequence[Message], new_messages: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> list[int] | BridgeGap:
-        found = self.tail(history, new_messages, tools)
-        if isinstance(found, BridgeGap):
-            return found
-        return self._local_gaps.get((shape_of(history[-1]), next_of(new_messages))) or found
+        tail = self.tail(history, new_messages, tools)
+        if isinstance(tail, BridgeGap):
+            return tail
+        return self._local_gaps.get((shape_of(history[-1]), next_of(new_messages))) or tail
 
     def call_start(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], name: str) -> CallStart | None:
-        found = start_text(self.template, messages, tools, name)
-        if found is None:
+        start = start_text(self.template, messages, tools, name)
+        if start is None:
             return None
-        text, example, called = found
+        text, example, called = start
         end = min((place for stop in self.facts.stops if (place := example.find(stop, len(text))) >= 0), default=None)
         return CallStart(token_ids=self.spans.inner(text), example=example[:end], name=called)
 
@@ -386,32 +386,32 @@ def compare(bridge: TemplateBridge, *, num_dialogues: int, seed: int, scope: Sco
     """Compare the bridge after every answer of random dialogues with the full rendering of the same messages."""
     source = random.Random(seed)
     pairs = pairs_of(bridge.template, bridge.facts, scope)
-    found = Comparison()
+    comparison = Comparison()
     for _ in range(num_dialogues if pairs else 0):
-        found.num_dialogues += 1
+        comparison.num_dialogues += 1
         for turn in _dialogue(source, bridge, pairs):
-            if not _compare_turn(bridge, turn, found):
+            if not _compare_turn(bridge, turn, comparison):
                 break
-    return found
+    return comparison
 
 
-def _compare_turn(bridge: TemplateBridge, turn: Turn, found: Comparison) -> bool:
+def _compare_turn(bridge: TemplateBridge, turn: Turn, comparison: Comparison) -> bool:
     """Count one turn. Returns False when the template refuses its messages."""
     history, new, tools = turn
     extension = bridge.extension(history, new, tools)
     if isinstance(extension, BridgeGap):
         row = shape_of(history[-1]), next_of(new)
-        found.gaps[row] = found.gaps.get(row, 0) + 1
-        found.num_refused += extension.reason == "refused"
+        comparison.gaps[row] = comparison.gaps.get(row, 0) + 1
+        comparison.num_refused += extension.reason == "refused"
         return extension.reason != "refused"
-    found.num_bridges += 1
+    comparison.num_bridges += 1
     whole = bridge.prompt([*history, *new], tools)
     if whole[-len(extension) :] != extension or extension[0] not in bridge.stop_token_ids:
-        found.num_different += 1
-        if found.different is None or len(history) < len(found.different[0]):
-            found.different = turn
+        comparison.num_different += 1
+        if comparison.different is None or len(history) < len(comparison.different[0]):
+            comparison.different = turn
     before = bridge.template.render(history[:-1], tools)
-    found.num_edits += not bridge.template.render([*history, *new], tools).startswith(before)
+    comparison.num_edits += not bridge.template.render([*history, *new], tools).startswith(before)
     return True
 
 

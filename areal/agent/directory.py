@@ -125,8 +125,10 @@ class Sessions:
     async def open(self, wish: OpenRequest) -> OpenedSession:
         """A session in a free place. A group takes all its places in one episode while that has any."""
         taken = set(self._groups.values())
-        own = self._groups.get(wish.group) if wish.group else None
-        fitting = [place for place in self._places if (place.episode == own if own else place.episode not in taken)]
+        episode = self._groups.get(wish.group) if wish.group else None
+        fitting = [
+            place for place in self._places if (place.episode == episode if episode else place.episode not in taken)
+        ]
         if not fitting:
             text = "no episode waits for a session: the policy trains on those that it has"
             raise TurnRefused(text, code="agent.no_place", status=429, retry_after_s=RETRY_AFTER_S)

@@ -36,11 +36,11 @@ class DialogueImages:
         if count > self.run.max_images:
             text = f"the messages have {count} images, and vision.max_images={self.run.max_images}"
             raise InputError(text, code="data.too_many_images")
-        found: list[dict[str, Any]] = []
+        copies: list[dict[str, Any]] = []
         for message in messages:
             stored = [self._stored(part) for part in parts_of(message)]
-            found.append({**message, "content": stored} if stored else dict(message))
-        return tuple(found)
+            copies.append({**message, "content": stored} if stored else dict(message))
+        return tuple(copies)
 
     def _stored(self, part: Mapping[str, Any]) -> dict[str, Any]:
         """An image part with `url` gets `sha256` and `grid` in its place."""
@@ -68,15 +68,15 @@ class DialogueImages:
 
     def _placed(self, token_ids: Sequence[int], images: Sequence[ImageRef]) -> list[int]:
         layout = self.run.layout
-        found: list[int] = []
+        placed: list[int] = []
         rest = iter(images)
         for token in token_ids:
             if token == layout.image_token_id:
                 image = next(rest)
-                found += [-1 - self._number(image)] * layout.tokens_of(image)
+                placed += [-1 - self._number(image)] * layout.tokens_of(image)
             else:
-                found.append(token)
-        return found
+                placed.append(token)
+        return placed
 
     def _number(self, image: ImageRef) -> int:
         if image not in self._numbers:
@@ -88,15 +88,15 @@ class DialogueImages:
         """Ids of the tree as the policy sees them, and the images in them."""
         if not self.refs:
             return token_ids, []
-        found: list[int] = []
+        tokens: list[int] = []
         images: list[ImageRef] = []
         for token, run in groupby(token_ids):
             count = len(list(run))
             if token < 0:
                 image = self.refs[-1 - token]
                 images += [image] * (count // self.run.layout.tokens_of(image))
-            found += [self.run.layout.image_token_id if token < 0 else token] * count
-        return found, images
+            tokens += [self.run.layout.image_token_id if token < 0 else token] * count
+        return tokens, images
 
     def written(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Ids of the tree with one placeholder for each image, as the chat template wrote them."""

@@ -110,7 +110,7 @@ def problems_of(
 
 def chosen(names: Sequence[str]) -> tuple[Scenario, ...]:
     """The scenarios of these names after the first, which is always played; all when there are no names."""
-    return tuple(one for one in SCENARIOS if not names or one is SCENARIOS[0] or one.name in names)
+    return tuple(scenario for scenario in SCENARIOS if not names or scenario is SCENARIOS[0] or scenario.name in names)
 
 
 # The sessions of `areal rehearse`: a scripted policy instead of a model, and connections that end too early.
@@ -146,9 +146,9 @@ class WholeStream:
 
     async def grown(self, limit_s: float) -> tuple[TurnAnswer, ...]:
         await asyncio.wait([self._turn], timeout=limit_s)
-        found = self._turn.result() if self._turn.done() else ()
+        answers = self._turn.result() if self._turn.done() else ()
         self.is_whole = self._turn.done()
-        return found
+        return answers
 
     def leave(self, *, cancels: bool) -> None:
         """The turn continues: a scenario has the same steps for every agent."""
@@ -192,7 +192,7 @@ class RehearsedSession:
         turn = self._by_fingerprint.get(request.fingerprint) if request.retry_count else None
         if turn is None:
             thought = any(answer.reasoning for turn in self._turns for answer in turn.answers)
-            self.loses_thinking |= thought and not any(one.get("reasoning_content") for one in request.messages)
+            self.loses_thinking |= thought and not any(message.get("reasoning_content") for message in request.messages)
             step = self._next_step(request)
             await asyncio.sleep(step.delay_s)
             answers = tuple(self._answer(step, request, number) for number in range(request.num_answers))
@@ -241,9 +241,9 @@ class RehearsedSession:
                 calls = _calls(request, turn_id, ["{}"], name="no_such_tool")
             case "malformed":
                 raw = _MALFORMED % request.tools[0]["function"]["name"]
-                found = split_answer(raw, (), _STYLE, tools=request.tools, turn_id=turn_id)
-                text, calls = found.text, found.tool_calls
-                self.num_malformed += found.num_malformed
+                answer = split_answer(raw, (), _STYLE, tools=request.tools, turn_id=turn_id)
+                text, calls = answer.text, answer.tool_calls
+                self.num_malformed += answer.num_malformed
             case "cut":
                 text, reason = text[: len(text) // 2], "length"
             case "empty":
@@ -265,7 +265,9 @@ def _num_tokens(request: TurnRequest) -> int:
 def _calls(request: TurnRequest, turn_id: str, arguments: Sequence[str], name: str = "") -> tuple[ToolCall, ...]:
     name = name or request.tools[0]["function"]["name"]
     ids = (f"call-{turn_id}-{number}" for number in range(len(arguments)))
-    return tuple(ToolCall(call_id=one, name=name, arguments=text) for one, text in zip(ids, arguments, strict=False))
+    return tuple(
+        ToolCall(call_id=call_id, name=name, arguments=text) for call_id, text in zip(ids, arguments, strict=False)
+    )
 
 
 def _arguments(tool: dict[str, Any]) -> str:

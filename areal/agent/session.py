@@ -59,8 +59,8 @@ def _fits(value: Any, schema: Any, root: Mapping[str, Any], depth: int) -> bool:
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return schema is not False
 
-    def fits(one: Any, part: Any) -> bool:
-        return _fits(one, part, root, depth + 1)
+    def fits(value: Any, part: Any) -> bool:
+        return _fits(value, part, root, depth + 1)
 
     if isinstance(reference := schema.get("$ref"), str):
         target: Any = root
@@ -79,11 +79,11 @@ def _fits(value: Any, schema: Any, root: Mapping[str, Any], depth: int) -> bool:
     if not all(fits(value, part) for part in schema.get("allOf", ())):
         return False
     if isinstance(value, list):
-        return all(fits(one, schema.get("items", True)) for one in value)
+        return all(fits(item, schema.get("items", True)) for item in value)
     if isinstance(value, dict):
         known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
         return set(schema.get("required", ())) <= value.keys() and all(
-            fits(one, known.get(name, others)) for name, one in value.items()
+            fits(item, known.get(name, others)) for name, item in value.items()
         )
     return True
 
@@ -261,15 +261,15 @@ class _Stream:
                 await self.news.wait()
         self.news.clear()
         if not self._turn.task.done():
-            return tuple(one.answer for one in self._turn.answers)
-        found, self.is_whole = self._turn.task.result(), True
-        return found
+            return tuple(answered.answer for answered in self._turn.answers)
+        answers, self.is_whole = self._turn.task.result(), True
+        return answers
 
     def leave(self, *, cancels: bool) -> None:
         turn = self._turn
         turn.readers.discard(self)
         if cancels and not turn.readers and turn.task.cancel():
-            self._budget.num_tokens += sum(len(one.answer.token_ids) for one in turn.answers)
+            self._budget.num_tokens += sum(len(answered.answer.token_ids) for answered in turn.answers)
 
 
 class _Reading(NamedTuple):
@@ -359,11 +359,11 @@ class Session:
     def turn_of(self, name: str) -> str:
         """The turn id that `name` means: a turn id, the id of a tool call, or the number of a turn from 0. RewardError
         for another one."""
-        found = name if name in self.transcript.turns else self._names.get(name)
-        if found is None:
+        turn = name if name in self.transcript.turns else self._names.get(name)
+        if turn is None:
             message = f"a reward is for {name!r}, which is no turn of session {self.session_id}: give the id of a"
             raise RewardError(f"{message} completion or tool call, or a number from 0", code="agent.unknown_turn")
-        return found
+        return turn
 
     async def finish(self) -> None:
         """Refuse further turns, and cancel those under way."""
@@ -420,9 +420,9 @@ class Session:
                 responses = await self._generate(turn_ids, request, context, settings, turn)
         except TimeoutError:
             self.counts.timed_out += 1
-            begun = [one.answer for one in turn.answers]
+            begun = [answered.answer for answered in turn.answers]
             begun = begun or [self._begun(turn_id, request, context) for turn_id in turn_ids]
-            found = tuple(replace(one, finish_reason="length", token_ids=(), logprobs=()) for one in begun)
+            answers = tuple(replace(response, finish_reason="length", token_ids=(), logprobs=()) for response in begun)
         except (InputError, RequestError) as error:
             raise TurnRefused(str(error), code="agent.request_refused", status=400) from error
         except ServerUnavailable as error:
@@ -432,17 +432,19 @@ class Session:
             self.counts.failures += 1
             raise TurnRefused(str(error), code="agent.generation_failed", status=500) from error
         else:
-            texts = [one.raw_text() for one in turn.answers] or [self._raw_text(context, one) for one in responses]
+            texts = [response.raw_text() for response in turn.answers] or [
+                self._raw_text(context, response) for response in responses
+            ]
             async with self._in_use:
-                found = tuple(
+                answers = tuple(
                     self._add(request, context, turn_id, response, text)
                     for turn_id, response, text in zip(turn_ids, responses, texts, strict=True)
                 )
-        self._names[str(self.counts.turns)] = found[0].turn_id
+        self._names[str(self.counts.turns)] = answers[0].turn_id
         self.counts.turns += 1
-        self._names |= {call.call_id: answer.turn_id for answer in found for call in answer.tool_calls}
-        self._by_answer |= {answer.turn_id: turn for answer in found}
-        return found
+        self._names |= {call.call_id: answer.turn_id for answer in answers for call in answer.tool_calls}
+        self._by_answer |= {answer.turn_id: turn for answer in answers}
+        return answers
 
     def _context(self, request: TurnRequest, forced: Sequence[int] = ()) -> Context:
         try:
@@ -459,8 +461,8 @@ class Session:
             return []
         start = self.transcript.call_start(request)
         if start is not None:
-            found = split_answer(start.example, (), self._setup.style, tools=request.tools, turn_id="")
-            if [call.name for call in found.tool_calls] == [start.name]:
+            answer = split_answer(start.example, (), self._setup.style, tools=request.tools, turn_id="")
+            if [call.name for call in answer.tool_calls] == [start.name]:
                 return start.token_ids
         text = "tool_choice: with this chat template and agent.tool_parser the beginning of a call is not known"
         raise TurnRefused(f"{text}: use auto", code="agent.unsupported_field", status=400, param="tool_choice")
@@ -489,9 +491,9 @@ class Session:
         ]
         if turn.is_streamed:
             turn.answers = [self._streamed(turn_id, request, context) for turn_id in turn_ids]
-            works = [self._collected(turn, *one) for one in zip(turn.answers, requests, strict=True)]
+            works = [self._collected(turn, *pair) for pair in zip(turn.answers, requests, strict=True)]
         else:
-            works = [self._engine.agenerate(one) for one in requests]
+            works = [self._engine.agenerate(request) for request in requests]
         if len(works) == 1:
             return [await works[0]]
         try:
@@ -559,11 +561,11 @@ class Session:
             "frequency_penalty": wish.frequency_penalty,
             "presence_penalty": wish.presence_penalty,
         }
-        given = {name: value for name, value in wanted.items() if value is not None}
-        if given.get("temperature") == 0:
-            given["temperature"] = ours.temperature
+        changes = {name: value for name, value in wanted.items() if value is not None}
+        if changes.get("temperature") == 0:
+            changes["temperature"] = ours.temperature
             settings = replace(settings, greedy=True)
-        changed = replace(settings, **given)  # pyright: ignore[reportArgumentType]
+        changed = replace(settings, **changes)  # pyright: ignore[reportArgumentType]
         self.counts.other_sampling += changed != replace(settings, greedy=ours.greedy)
         return changed
 
@@ -579,7 +581,7 @@ class Session:
         counts.queue_s += response.ttft_s
         self.budget.num_tokens += len(ids)
         reading = self._reading(request, context)
-        found = split_answer(
+        split = split_answer(
             text,
             ids,
             self._setup.style,
@@ -592,23 +594,23 @@ class Session:
         finish: FinishReason = "stop" if response.stop_reason == "stop" else "length"
         if finish == "length":
             counts.cut_answers += 1
-        elif found.tool_calls:
+        elif split.tool_calls:
             finish = "tool_calls"
-        if request.answer_schema is not None and not found.tool_calls:
-            counts.format_errors += not has_format(found.text, request.answer_schema)
-        counts.tool_calls += len(found.tool_calls)
-        counts.malformed_calls += found.num_malformed
+        if request.answer_schema is not None and not split.tool_calls:
+            counts.format_errors += not has_format(split.text, request.answer_schema)
+        counts.tool_calls += len(split.tool_calls)
+        counts.malformed_calls += split.num_malformed
         answer = replace(
             self._begun(turn_id, request, context),
-            text=found.text,
-            reasoning=found.reasoning,
-            tool_calls=found.tool_calls,
+            text=split.text,
+            reasoning=split.reasoning,
+            tool_calls=split.tool_calls,
             finish_reason=finish,
             num_cached_tokens=response.num_cached_tokens,
             token_ids=ids,
             logprobs=response.output_logprobs,
         )
-        self._model_ids |= {call.call_id: call.model_id for call in found.tool_calls if call.model_id}
+        self._model_ids |= {call.call_id: call.model_id for call in split.tool_calls if call.model_id}
         message = with_call_ids(answer_message(answer), self._model_ids)
         self.transcript.add_answer(context, turn_id, response, message)
         self.last_answer, self.last_context = answer, context.token_ids

@@ -242,8 +242,8 @@ class SessionServer:
             raise TurnRefused("this session does not exist or has ended", code="agent.unknown_session", status=404)
         headers = request.headers
         scheme, _, bearer = headers.get("Authorization", "").partition(" ")
-        given = (bearer if scheme == "Bearer" else "", headers.get("x-api-key", ""))
-        keys = {key for key in given if re.fullmatch(KEY_PATTERN, key)}
+        sent = (bearer if scheme == "Bearer" else "", headers.get("x-api-key", ""))
+        keys = {key for key in sent if re.fullmatch(KEY_PATTERN, key)}
         sessions = [session for key in keys if (session := self._directory.find(key))]
         if len(sessions) != 1:
             problem = "the key in `Authorization: Bearer` or `x-api-key` belongs to no session"
@@ -314,21 +314,21 @@ class SessionServer:
     async def _open(self, request: web.Request) -> web.Response:
         if refusal := self._guard.unauthorized(request.headers):
             raise _refused(refusal)
-        given = Fields((await _json_body(request))[0])
-        wish = OpenRequest(group=given.text("group") or "", row=given.object("row") or {})
-        given.finish()
+        fields = Fields((await _json_body(request))[0])
+        wish = OpenRequest(group=fields.text("group") or "", row=fields.object("row") or {})
+        fields.finish()
         opened = await self._directory.open(wish)
         return _json({**asdict(opened), "base_url": f"{request.url.origin()}/sessions/{opened.key}/v1"})
 
     async def _reward(self, request: web.Request) -> web.Response:
-        given = Fields((await _json_body(request))[0])
+        fields = Fields((await _json_body(request))[0])
         reward = SessionReward(
-            reward=given.number("reward", -MAX_REWARD, MAX_REWARD),
-            parts=_numbers(given, "parts"),
-            turns=_numbers(given, "turns"),
-            final=given.flag("final", default=True),
+            reward=fields.number("reward", -MAX_REWARD, MAX_REWARD),
+            parts=_numbers(fields, "parts"),
+            turns=_numbers(fields, "turns"),
+            final=fields.flag("final", default=True),
         )
-        given.finish()
+        fields.finish()
         await self._directory.finish(request.match_info["key"], reward)
         return _json({})
 
@@ -337,9 +337,9 @@ _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Co
 _JSON_HEADERS = {"Content-Type": "application/json"}
 
 
-def _numbers(given: Fields, name: str) -> dict[str, float]:
+def _numbers(fields: Fields, name: str) -> dict[str, float]:
     """Named numbers. The names become metrics, or are ids of turns."""
-    table = given.fields(name)
+    table = fields.fields(name)
     if table is None:
         return {}
     for key in (names := table.names()):

@@ -29,8 +29,8 @@ def tool_schema(function: Tool) -> dict[str, Any]:
     """The description of a tool that chat templates take: from its name, docstring and annotated parameters."""
     hints = get_type_hints(function)
     parameters = inspect.signature(function).parameters.values()
-    properties = {one.name: _json_type(hints.get(one.name, Any)) for one in parameters}
-    required = [one.name for one in parameters if one.default is one.empty]
+    properties = {parameter.name: _json_type(hints.get(parameter.name, Any)) for parameter in parameters}
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     shape = {"type": "object", "properties": properties, "required": required}
     about = {"name": function.__name__, "description": inspect.getdoc(function) or "", "parameters": shape}
     return {"type": "function", "function": about}
@@ -41,7 +41,7 @@ def _json_type(hint: Any) -> dict[str, Any]:
     if origin is Literal:
         return {"enum": list(arguments)}
     if origin in (Union, UnionType):
-        return {"anyOf": [_json_type(one) for one in arguments if one is not type(None)]}
+        return {"anyOf": [_json_type(argument) for argument in arguments if argument is not type(None)]}
     name = _JSON_TYPES.get(origin or hint)
     if name is None:
         return {}
@@ -177,10 +177,10 @@ def typed_value(text: str, schema: Any) -> Any:
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if "string" in kinds and not (len(kinds) > 1 and text.strip() == "null"):
         return text
-    found = parsed_json(text.strip())
-    if found is None and text.strip() != "null":
+    value = parsed_json(text.strip())
+    if value is None and text.strip() != "null":
         return {"true": True, "false": False, "none": None}.get(text.strip().lower(), text)
-    return found
+    return value
 
 
 # The answers of gpt-oss (harmony): messages with a channel and, for calls, a recipient.
@@ -194,8 +194,8 @@ _SPACE = re.compile(r"\s*")
 
 
 def _after_space(text: str, position: int) -> int:
-    found = _SPACE.match(text, position)
-    return found.end() if found else position
+    spaces = _SPACE.match(text, position)
+    return spaces.end() if spaces else position
 
 
 def harmony_kind(head: str) -> Literal["call", "thought", "text"]:
@@ -248,26 +248,26 @@ def _blocks(text: str, start: str, end: str, read: Reader, is_cut: bool) -> list
     while (first := text.find(start, position)) >= 0:
         pieces.append(text[position:first])
         inner = first + len(start)
-        found = read(text, inner)
-        after = _after_space(text, found[1]) if found else inner
-        if found and text.startswith(end, after):
+        block = read(text, inner)
+        after = _after_space(text, block[1]) if block else inner
+        if block and text.startswith(end, after):
             position = after + len(end)
-        elif found and after == len(text) and not is_cut:
+        elif block and after == len(text) and not is_cut:
             position = after
         else:
-            found, last = None, text.find(end, inner)
+            block, last = None, text.find(end, inner)
             position = len(text) if last < 0 else last + len(end)
         source = text[first:position]
-        pieces.append(found[0](source=source) if found else Broken(source))
+        pieces.append(block[0](source=source) if block else Broken(source))
     return [*pieces, text[position:]]
 
 
 def _without(pieces: Iterable[Piece], *markers: str) -> list[Piece]:
     """The pieces whose text has no markers around several calls."""
-    found = list(pieces)
+    kept = list(pieces)
     for marker in markers:
-        found = [piece.replace(marker, "") if isinstance(piece, str) else piece for piece in found]
-    return found
+        kept = [piece.replace(marker, "") if isinstance(piece, str) else piece for piece in kept]
+    return kept
 
 
 def hermes(text: str, schemas: Schemas, is_cut: bool) -> list[Piece]:
@@ -322,8 +322,8 @@ def mistral(text: str, schemas: Schemas, is_cut: bool) -> list[Piece]:
         if named and isinstance(value, dict):
             pieces.append(checked_call(named[1], value, source=source, call_id=named[2] or ""))
         elif not named and isinstance(value, list) and value:
-            calls = [json_call(one, source=_MISTRAL + str(one)) for one in value]
-            pieces += [one._replace(source=source) if isinstance(one, Call) else one for one in calls]
+            calls = [json_call(call, source=_MISTRAL + str(call)) for call in value]
+            pieces += [call._replace(source=source) if isinstance(call, Call) else call for call in calls]
         elif not named and isinstance(value, dict):
             pieces.append(json_call(value, source=source))
         else:
@@ -394,16 +394,20 @@ def pythonic(text: str, schemas: Schemas, is_cut: bool) -> list[Piece]:
         tree = ast.parse(source, mode="eval").body if len(source) <= _MAX_LENGTH else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         tree = None
-    if not isinstance(tree, ast.List) or not tree.elts or not all(isinstance(one, ast.Call) for one in tree.elts):
+    if (
+        not isinstance(tree, ast.List)
+        or not tree.elts
+        or not all(isinstance(element, ast.Call) for element in tree.elts)
+    ):
         looks_like_call = is_marked or (isinstance(tree, ast.List) and any(isinstance(x, ast.Call) for x in tree.elts))
         return [Broken(text)] if looks_like_call else [text]
-    return [_python_call(one, source) for one in tree.elts if isinstance(one, ast.Call)]
+    return [_python_call(element, source) for element in tree.elts if isinstance(element, ast.Call)]
 
 
 def _python_call(node: ast.Call, source: str) -> Call | Broken:
     text = ast.get_source_segment(source, node) or source
     try:
-        arguments = {one.arg: ast.literal_eval(one.value) for one in node.keywords}
+        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
         name = ast.unparse(node.func)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return Broken(text)
@@ -466,10 +470,10 @@ def _text_call(inner: str, source: str, schemas: Schemas, form: _Form) -> Call |
         return Broken(source)
     name, position, stop = head["name"].strip(), head.end(), stop if is_closed else len(inner)
     while (position := _after_space(inner, position)) < stop:
-        found = form.argument.match(inner, position, stop)
-        if found is None:
+        argument = form.argument.match(inner, position, stop)
+        if argument is None:
             return Broken(source)
-        start, following = found.end(), form.following.search(inner, found.end(), stop)
+        start, following = argument.end(), form.following.search(inner, argument.end(), stop)
         if following is not None:
             end, position = following.span()
         elif (end := inner.rfind(form.value_end, start, stop)) >= 0:
@@ -478,9 +482,9 @@ def _text_call(inner: str, source: str, schemas: Schemas, form: _Form) -> Call |
             end = position = stop
         else:
             return Broken(source)
-        key, value = found["key"].strip(), inner[start:end]
+        key, value = argument["key"].strip(), inner[start:end]
         value = value.removesuffix("\n") if form.call_end else value
-        match found.groupdict().get("is_text"):
+        match argument.groupdict().get("is_text"):
             case "true":
                 arguments[key] = value
             case "false":
@@ -691,7 +695,7 @@ def answer_pieces(
 
     def in_call(place: int) -> bool:
         begin = 0
-        for call in (one for one in parse(text, schemas, is_cut) if isinstance(one, Call)):
+        for call in (piece for piece in parse(text, schemas, is_cut) if isinstance(piece, Call)):
             begin = max(text.find(call.source, begin), begin)
             if begin <= place < begin + len(call.source):
                 return True

@@ -246,7 +246,7 @@ def path_to(node: TokenNode) -> list[TokenNode]:
 
 
 def tokens_to(node: TokenNode) -> Packed[int]:
-    return joined("i", (one.token_ids for one in path_to(node)))
+    return joined("i", (node_on_path.token_ids for node_on_path in path_to(node)))
 
 
 def _next_agreement(old: array[int], i: int, new: array[int], j: int, limit: int) -> tuple[int, int] | None:
@@ -527,12 +527,12 @@ class Transcript:
         return self._new_context(self.turns[self._texts[known]].node, rest, ("text", prompt))
 
     def _chat_context(self, request: TurnRequest) -> Context:
-        keys = (_frozen(request.tools), *(message_key(one) for one in request.messages))
-        found, changed, num_messages = self._deepest_answer(keys)
-        after, new_ids = self._rendered(request, found, num_messages)
-        if changed is None and (found is None or found.is_overwritten or after is not self.tree.root):
+        keys = (_frozen(request.tools), *(message_key(message) for message in request.messages))
+        answered, changed, num_messages = self._deepest_answer(keys)
+        after, new_ids = self._rendered(request, answered, num_messages)
+        if changed is None and (answered is None or answered.is_overwritten or after is not self.tree.root):
             return self._new_context(after, new_ids, *keys)
-        expected = changed or found
+        expected = changed or answered
         assert expected is not None
         old, rendered = tokens_to(expected.node), tokens_to(after) + new_ids
         if rendered[: len(old)] == old:
@@ -542,17 +542,17 @@ class Transcript:
     def _deepest_answer(self, keys: Sequence[Hashable]) -> tuple[Turn | None, Turn | None, int]:
         """The last answer that the request extends, the one after it that the client changed, and the number of
         messages up to and with the first."""
-        place, found, num_messages = self._start, None, 0
+        place, answered, num_messages = self._start, None, 0
         for index, key in enumerate(keys):
             following = place.next.get(key)
             if following is None:
                 answers = [ids[-1] for other in place.next.values() if (ids := other.turn_ids)]
                 is_changed = index > 0 and bool(answers) and _is_answer(key)
-                return found, self.turns[answers[-1]] if is_changed else None, num_messages
+                return answered, self.turns[answers[-1]] if is_changed else None, num_messages
             place = following
             if place.turn_ids and index + 1 < len(keys):
-                found, num_messages = self.turns[place.turn_ids[0]], index
-        return found, None, num_messages
+                answered, num_messages = self.turns[place.turn_ids[0]], index
+        return answered, None, num_messages
 
     def _rendered(self, request: TurnRequest, turn: Turn | None, num_messages: int) -> tuple[TokenNode, list[int]]:
         """The tokens of a request after those of an answer that it extends; after no tokens where no bridge does it."""
@@ -789,8 +789,8 @@ def tree_of_rows(rows: Sequence[Trajectory]) -> TokenTree:
     runs: list[tuple[int, int, int, Trajectory]] = []
     for row in rows:
         facts = enumerate(zip(row.loss_mask, row.columns[TURNS], strict=True))
-        for (trained, turn), found in groupby(facts, lambda fact: fact[1]):
-            places = [place for place, _ in found]
+        for (trained, turn), turns in groupby(facts, lambda fact: fact[1]):
+            places = [place for place, _ in turns]
             if trained:
                 runs.append((turn, places[0], places[-1] + 1, row))
     tree = TokenTree()

@@ -220,8 +220,8 @@ def estimated(answers: RewardedAnswers, options: AdvantageOptions) -> Estimate:
     function cannot be loaded, or does not return a floating-point tensor with one number per token.
     """
     name = options.adv_estimator.name
-    found = registered("estimators", name, key="actor.adv_estimator").load()(answers, options)
-    values, stats = (found.advantages, found.stats) if isinstance(found, Estimate) else (found, {})
+    estimate = registered("estimators", name, key="actor.adv_estimator").load()(answers, options)
+    values, stats = (estimate.advantages, estimate.stats) if isinstance(estimate, Estimate) else (estimate, {})
     expected = tuple(answers.mask.shape)
     if not isinstance(values, Tensor) or not values.is_floating_point() or tuple(values.shape) != expected:
         what = f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
@@ -248,8 +248,8 @@ def median_baseline(answers: RewardedAnswers, options: AdvantageOptions) -> Tens
     for group in range(groups.size):
         members = groups.index == group
         centred[members] = answers.rewards[members] - answers.rewards[members].median()
-    own = cast("CustomFunctionOptions", options.adv_estimator)
-    return float(own.args["scale"]) * centred[answers.sequence_index]
+    scale_options = cast("CustomFunctionOptions", options.adv_estimator)
+    return float(scale_options.args["scale"]) * centred[answers.sequence_index]
 
 
 @cache
@@ -330,12 +330,12 @@ def turn_token_rewards(
     """
     require_same_shape(turn_rewards=turn_rewards, mask=mask, sequence_index=sequence_index)
     positions = torch.nonzero(mask).flatten()
-    sequence, own = sequence_index[positions], turn_rewards[positions].to(factors.dtype)
+    sequence, token_rewards = sequence_index[positions], turn_rewards[positions].to(factors.dtype)
     following = rewards.to(factors.dtype)[sequence]
     if positions.numel() > 1:
-        following[:-1] = torch.where(sequence[:-1] == sequence[1:], own[1:], following[:-1])
+        following[:-1] = torch.where(sequence[:-1] == sequence[1:], token_rewards[1:], following[:-1])
     zeros = torch.zeros_like(mask, dtype=factors.dtype)
-    return zeros.index_copy(0, positions, factors[sequence] * (own - following))
+    return zeros.index_copy(0, positions, factors[sequence] * (token_rewards - following))
 
 
 def last_trained(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:

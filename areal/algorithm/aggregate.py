@@ -104,8 +104,8 @@ def local_denominator(
     if aggregation in ("token-mean", "token-sum"):
         count = mask.sum()
     else:
-        own = trained_counts(mask, sequence_index, num_sequences)
-        count = (own > 0).sum() if session_tokens is None else (own.double() / session_tokens.clamp(min=1)).sum()
+        counts = trained_counts(mask, sequence_index, num_sequences)
+        count = (counts > 0).sum() if session_tokens is None else (counts.double() / session_tokens.clamp(min=1)).sum()
         if aggregation == "seq-mean-token-sum-norm":
             if max_tokens is None:
                 raise ValueError("seq-mean-token-sum-norm needs max_tokens, the constant length that divides")

@@ -85,12 +85,12 @@ def ratio_at_level(log_ratio: Tensor, level: str, spans: Spans) -> Tensor:
 
 def outside(values: Tensor, lower: float | None, upper: float | None) -> Tensor:
     """Mask of the `values` below `lower` or above `upper`. NaN is not in it, so that it stays visible in the loss."""
-    found = torch.zeros_like(values, dtype=torch.bool)
+    result = torch.zeros_like(values, dtype=torch.bool)
     if lower is not None:
-        found |= values < lower
+        result |= values < lower
     if upper is not None:
-        found |= values > upper
-    return found
+        result |= values > upper
+    return result
 
 
 def broken_by(rule: CorrectionRule, log_ratio: Tensor, spans: Spans) -> Tensor:
@@ -250,13 +250,13 @@ def mismatch_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, spans: Span
         "ratio_sequence": (sequence, each),
         "square_sequence": (sequence.square(), each),
     }
-    found, count = _global_means(means, mask, each, reduce)
-    rollout, old = found["nll_rollout"].exp(), found["nll_old"].exp()
-    values = {name: found[name] for name in ("k1", "k2", "k3", "ratio")}
+    global_means, count = _global_means(means, mask, each, reduce)
+    rollout, old = global_means["nll_rollout"].exp(), global_means["nll_old"].exp()
+    values = {name: global_means[name] for name in ("k1", "k2", "k3", "ratio")}
     values |= {"ppl_rollout": rollout, "ppl_old": old, "ppl_gap": old - rollout, "ppl_ratio": old / rollout}
-    for level, mean in (("token", found["ratio"]), ("sequence", found["ratio_sequence"])):
-        values[f"chi2_{level}"] = found[f"square_{level}"] - 1.0
-        values[f"ess_{level}"] = mean.square() / found[f"square_{level}"]
+    for level, mean in (("token", global_means["ratio"]), ("sequence", global_means["ratio_sequence"])):
+        values[f"chi2_{level}"] = global_means[f"square_{level}"] - 1.0
+        values[f"ess_{level}"] = mean.square() / global_means[f"square_{level}"]
     extremes = {
         "ratio_max": TokenStat(token, mask, "max"),
         "ratio_min": TokenStat(token, mask, "min"),

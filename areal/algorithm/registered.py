@@ -110,8 +110,8 @@ def _always(_: Any) -> bool:
     return True
 
 
-def _of_trajectory(own: Any) -> bool:
-    return own.ratio == "trajectory"
+def _of_trajectory(loss_options: Any) -> bool:
+    return loss_options.ratio == "trajectory"
 
 
 def _loss(name: str, place: str, options: type[Named] | None = None, *, facts: LossFacts | None = None) -> None:
@@ -127,7 +127,7 @@ _loss(
     "aipo",
     "policy_gradient:aipo_loss",
     AipoOptions,
-    facts=LossFacts(takes_sequence_ratio=True, splits_gradient=lambda own: own.truncation == "objective"),
+    facts=LossFacts(takes_sequence_ratio=True, splits_gradient=lambda aipo: aipo.truncation == "objective"),
 )
 _loss("gpg", "policy_gradient:gpg_loss", facts=LossFacts(has_no_ratio=True))
 _loss("gmpo", "gmpo:loss", facts=LossFacts(clips=True, is_of_sequence=True))

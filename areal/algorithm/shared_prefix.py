@@ -51,7 +51,7 @@ def contested_prefixes(
         prompt = input_ids[start : first + 1].numpy().tobytes()
         answer = _Answer(first, keys, reward)
         prompts.setdefault((int(group), prompt), []).append(answer)
-    found = torch.zeros_like(loss_mask)
+    contested = torch.zeros_like(loss_mask)
     for answers in prompts.values():
         # sorted by bytes in any byte order, answers with a common beginning are neighbours
         answers.sort(key=lambda answer: answer.keys.numpy().tobytes())
@@ -59,8 +59,8 @@ def contested_prefixes(
             trained = (answer.keys % 2).bool()
             count = int(trained[:length].sum())
             if min_tokens <= count < int(trained.sum()):
-                found[answer.first : answer.first + length] = trained[:length]
-    return found
+                contested[answer.first : answer.first + length] = trained[:length]
+    return contested
 
 
 def _longest_contested(answers: Sequence[_Answer]) -> list[int]:

@@ -197,7 +197,7 @@ class _Parser:
         elif letter in LETTERS:
             problem, hint = f"{owner} has no {LETTERS[letter]} size", f"use only {', '.join(allowed)}"
         else:
-            choices = ", ".join(f"{one} ({LETTERS[one]})" for one in allowed)
+            choices = ", ".join(f"{name} ({LETTERS[name]})" for name in allowed)
             problem, hint = f"{letter!r} is not a size of {owner}", f"sizes are {choices}"
         raise AllocationError(self.text, column, problem, hint)
 
@@ -217,9 +217,9 @@ class _Parser:
         return self.tokens[self.place - 1].text
 
     def _accept(self, symbol: str) -> bool:
-        found = self._symbol() == symbol
-        self.place += found
-        return found
+        is_next = self._symbol() == symbol
+        self.place += is_next
+        return is_next
 
     def _expect(self, symbol: str, hint: str) -> None:
         if not self._accept(symbol):
@@ -307,12 +307,12 @@ class AllocationMode:
         for component in syntax.components:
             anchor = len(allocations)
             for index, part in enumerate(component):
-                found = _allocation(text, part, shares_with=anchor if index else None)
-                size, expected = found.parallel.world_size, allocations[anchor].parallel.world_size if index else 0
+                allocation = _allocation(text, part, shares_with=anchor if index else None)
+                size, expected = allocation.parallel.world_size, allocations[anchor].parallel.world_size if index else 0
                 if index and size != expected:
-                    problem = f"{found} needs {size} devices but shares {expected}"
+                    problem = f"{allocation} needs {size} devices but shares {expected}"
                     raise AllocationError(text, part.column, problem, "parts joined by | need equal device counts")
-                allocations.append(found)
+                allocations.append(allocation)
         return AllocationMode(allocations=tuple(allocations), evaluation=syntax.evaluation)
 
     def __str__(self) -> str:
@@ -325,22 +325,22 @@ class AllocationMode:
     @property
     def inference(self) -> ModelAllocation | None:
         """The first inference part."""
-        return next((one for one in self.allocations if one.is_inference), None)
+        return next((allocation for allocation in self.allocations if allocation.is_inference), None)
 
     @property
     def train(self) -> list[ModelAllocation]:
         """The trainers, in order."""
-        return [one for one in self.allocations if not one.is_inference]
+        return [allocation for allocation in self.allocations if not allocation.is_inference]
 
     @property
     def num_train_ranks(self) -> int:
         """Trainer ranks; 0 for an evaluation."""
-        return sum(one.parallel.world_size for one in self.train)
+        return sum(allocation.parallel.world_size for allocation in self.train)
 
     @property
     def world_size(self) -> int:
         """Total number of devices; shared devices count once."""
-        return sum(one.parallel.world_size for one in self.allocations if one.shares_with is None)
+        return sum(allocation.parallel.world_size for allocation in self.allocations if allocation.shares_with is None)
 
 
 def check_supported(mode: AllocationMode) -> None:
@@ -350,10 +350,10 @@ def check_supported(mode: AllocationMode) -> None:
     Trainers are fsdp:dMtKcLeJ or megatron with all sizes.
     Servers are native:dN, sglang:dNtK or vllm:dNtK: N servers, each of K devices.
     """
-    for one in mode.allocations:
-        _check_part(one)
-    shape = [one.is_inference for one in mode.allocations]
-    alone = all(one.shares_with is None for one in mode.allocations)
+    for allocation in mode.allocations:
+        _check_part(allocation)
+    shape = [allocation.is_inference for allocation in mode.allocations]
+    alone = all(allocation.shares_with is None for allocation in mode.allocations)
     if not alone or shape not in ([[True]] if mode.evaluation else [[True, False], [False]]):
         raise _unsupported(
             f"{mode} cannot be launched: use native:dN+fsdp:dM, sglang:dNtK+fsdp:dM, vllm:dNtK+fsdp:dM, "
@@ -361,15 +361,15 @@ def check_supported(mode: AllocationMode) -> None:
         )
 
 
-def _check_part(one: ModelAllocation) -> None:
+def _check_part(allocation: ModelAllocation) -> None:
     """Raise ConfigError with an alternative unless this version can run the part in these sizes."""
-    dims = one.parallel
-    if one.backend == "native" and dims != ParallelDims(dp=dims.dp):
+    dims = allocation.parallel
+    if allocation.backend == "native" and dims != ParallelDims(dp=dims.dp):
         other = f"sglang:d{dims.dp}t{dims.tp * dims.pp}"
-        raise _unsupported(f"{one} splits a model, and native servers cannot: use native:d{dims.dp} or {other}")
-    if one.is_inference and dims != ParallelDims(dp=dims.dp, tp=dims.tp):
-        instead = f"{one.backend}:d{dims.dp}t{dims.tp * dims.pp}"
-        raise _unsupported(f"{one} has pipeline stages (p), which do not support weight updates: use {instead}")
+        raise _unsupported(f"{allocation} splits a model, and native servers cannot: use native:d{dims.dp} or {other}")
+    if allocation.is_inference and dims != ParallelDims(dp=dims.dp, tp=dims.tp):
+        instead = f"{allocation.backend}:d{dims.dp}t{dims.tp * dims.pp}"
+        raise _unsupported(f"{allocation} has pipeline stages (p), which do not support weight updates: use {instead}")
 
 
 def _unsupported(message: str) -> ConfigError:

@@ -86,8 +86,8 @@ class Packed(Column[T]):
     @overload
     def __getitem__(self, index: slice) -> Self: ...
     def __getitem__(self, index: int | slice) -> T | Self:
-        found = self._numbers[index]
-        return type(self)(found) if isinstance(found, array) else found
+        part = self._numbers[index]
+        return type(self)(part) if isinstance(part, array) else part
 
     def __iter__(self) -> Iterator[T]:
         return iter(self._numbers)
@@ -126,9 +126,9 @@ class Runs(Column[T]):
     @classmethod
     def of(cls, value: T, count: int) -> Runs[T]:
         """One number, `count` times."""
-        found = cls.__new__(cls)
-        found._values, found._ends = ((value,), (count,)) if count > 0 else ((), ())
-        return found
+        packed = cls.__new__(cls)
+        packed._values, packed._ends = ((value,), (count,)) if count > 0 else ((), ())
+        return packed
 
     @property
     def values(self) -> tuple[T, ...]:
@@ -241,10 +241,10 @@ def to_array(typecode: str, values: Sequence[T]) -> array[T]:
         return values.numbers
     if not isinstance(values, Runs):
         return array(typecode, values)
-    found: array[Any] = array(typecode)
+    numbers: array[Any] = array(typecode)
     for value, count in values.runs:
-        found += array(typecode, [value]) * count
-    return found
+        numbers += array(typecode, [value]) * count
+    return numbers
 
 
 def append(numbers: array[T], values: Sequence[T]) -> None:
@@ -265,11 +265,11 @@ def total(values: Sequence[int]) -> int:
     """The sum of a column."""
     if not isinstance(values, Runs):
         return sum(values)
-    found = start = 0
+    result = start = 0
     for value, end in zip(values.values, values.ends, strict=True):
-        found += value * (end - start)
+        result += value * (end - start)
         start = end
-    return found
+    return result
 
 
 def packed_ids(values: Sequence[int]) -> Packed[int]:
@@ -290,10 +290,10 @@ def _packed(typecode: str, values: Sequence[T]) -> Packed[T]:
 
 def joined(typecode: str, columns: Iterable[Sequence[T]]) -> Packed[T]:
     """The numbers of several columns, one after another."""
-    found: array[Any] = array(typecode)
+    numbers: array[Any] = array(typecode)
     for column in columns:
-        found += to_array(typecode, column)
-    return Packed(found)
+        numbers += to_array(typecode, column)
+    return Packed(numbers)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -230,13 +230,13 @@ def first_of_sessions(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     if len(trajectories) == 1:
         return [trajectories[0]]
     seen: set[int] = set()
-    found: list[Trajectory] = []
-    for one in trajectories:
-        if one.session not in seen:
-            found.append(one)
-        if one.session >= 0:
-            seen.add(one.session)
-    return found
+    firsts: list[Trajectory] = []
+    for trajectory in trajectories:
+        if trajectory.session not in seen:
+            firsts.append(trajectory)
+        if trajectory.session >= 0:
+            seen.add(trajectory.session)
+    return firsts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,8 +158,8 @@ class InferenceEngine(Protocol):
 
         A caller that closes the iterator cancels the request: use `contextlib.aclosing`.
         """
-        found = await self.agenerate(request)
-        yield TokenChunk(found.output_ids, found.output_logprobs, found.output_versions, found)
+        response = await self.agenerate(request)
+        yield TokenChunk(response.output_ids, response.output_logprobs, response.output_versions, response)
 
     async def agenerate_group(self, requests: Sequence[GenerationRequest]) -> list[GenerationResponse]:
         """The answers to requests with one prompt, in order. When one fails, the others are cancelled."""

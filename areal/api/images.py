@@ -95,7 +95,7 @@ class ImageStore(Protocol):
 def collapsed(input_ids: Sequence[int], images: Sequence[ImageRef], layout: VisionLayout) -> list[int]:
     """Expanded ids with one placeholder for each image. Raises InputError where the placeholders are not those."""
     ids = list(input_ids)
-    found: list[int] = []
+    collapsed_ids: list[int] = []
     start = 0
     for image in images:
         try:
@@ -105,11 +105,11 @@ def collapsed(input_ids: Sequence[int], images: Sequence[ImageRef], layout: Visi
         end = first + layout.tokens_of(image)
         if ids[first:end].count(layout.image_token_id) != end - first:
             raise _not_those(ids, images, layout)
-        found += ids[start : first + 1]
+        collapsed_ids += ids[start : first + 1]
         start = end
     if layout.image_token_id in ids[start:]:
         raise _not_those(ids, images, layout)
-    return found + ids[start:]
+    return collapsed_ids + ids[start:]
 
 
 def expanded(input_ids: Sequence[int], images: Sequence[ImageRef], layout: VisionLayout) -> list[int]:
@@ -117,11 +117,11 @@ def expanded(input_ids: Sequence[int], images: Sequence[ImageRef], layout: Visio
     ids = list(input_ids)
     if ids.count(layout.image_token_id) != len(images):
         raise _not_those(ids, images, layout)
-    found: list[int] = []
+    expanded_ids: list[int] = []
     rest = iter(images)
     for token in ids:
-        found += [token] * (layout.tokens_of(next(rest)) if token == layout.image_token_id else 1)
-    return found
+        expanded_ids += [token] * (layout.tokens_of(next(rest)) if token == layout.image_token_id else 1)
+    return expanded_ids
 
 
 def _not_those(ids: list[int], images: Sequence[ImageRef], layout: VisionLayout) -> InputError:

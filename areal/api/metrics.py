@@ -16,7 +16,7 @@ T = TypeVar("T")
 async def gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:
     """All results. When one fails, the others are cancelled before its exception is raised."""
     if len(awaitables) < 2:
-        return [await one for one in awaitables]
+        return [await awaitable for awaitable in awaitables]
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)

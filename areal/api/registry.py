@@ -311,27 +311,27 @@ def _signature(args: ast.arguments) -> inspect.Signature:
     plain = [(arg, kind.POSITIONAL_ONLY) for arg in args.posonlyargs]
     plain += [(arg, kind.POSITIONAL_OR_KEYWORD) for arg in args.args]
     first_default = len(plain) - len(args.defaults)
-    found = [kind(a.arg, k, default=kind.empty if i < first_default else ...) for i, (a, k) in enumerate(plain)]
+    signature = [kind(a.arg, k, default=kind.empty if i < first_default else ...) for i, (a, k) in enumerate(plain)]
     if args.vararg:
-        found.append(kind(args.vararg.arg, kind.VAR_POSITIONAL))
+        signature.append(kind(args.vararg.arg, kind.VAR_POSITIONAL))
     for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        found.append(kind(arg.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else ...))
+        signature.append(kind(arg.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else ...))
     if args.kwarg:
-        found.append(kind(args.kwarg.arg, kind.VAR_KEYWORD))
-    return inspect.Signature(found)
+        signature.append(kind(args.kwarg.arg, kind.VAR_KEYWORD))
+    return inspect.Signature(signature)
 
 
 def load_object(ref: FunctionRef) -> Any:
     """Import what a reference names. Exceptions of the module at its import are not caught."""
     module = _load_file(Path(ref.file)) if ref.file else importlib.import_module(ref.module)
-    found = module.__dict__.get(ref.name)
-    if found is None and hasattr(module, "__getattr__"):
-        found = getattr(module, ref.name, None)
-    if found is None:
+    loaded = module.__dict__.get(ref.name)
+    if loaded is None and hasattr(module, "__getattr__"):
+        loaded = getattr(module, ref.name, None)
+    if loaded is None:
         known = [name for name, value in module.__dict__.items() if callable(value) and not name.startswith("_")]
         message = f"{ref.file or ref.module} defines no {ref.name}: {_did_you_mean(ref.name, known)}"
         raise ConfigError(message.rstrip(": "), code="config.bad_reference")
-    return found
+    return loaded
 
 
 def load_function(ref: FunctionRef, call: CallForm | None = None) -> Callable[..., Any]:

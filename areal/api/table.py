@@ -110,7 +110,7 @@ def joined(tables: Sequence[TokenTable], columns: Sequence[StoredColumn]) -> Tok
     core: dict[str, np.ndarray] = {}
     for place, (name, _, dtype) in enumerate(CORE):
         core[name] = np.concatenate([arrays[place] for arrays in cores]) if cores else np.zeros(0, dtype)
-    found: dict[ColumnSpec, np.ndarray] = {}
+    joined_columns: dict[ColumnSpec, np.ndarray] = {}
     for column in columns:
         parts: list[np.ndarray] = [column.filled(0)]
         for table in tables:
@@ -119,16 +119,16 @@ def joined(tables: Sequence[TokenTable], columns: Sequence[StoredColumn]) -> Tok
                 parts.append(values)
             elif column.spec.per != "group":
                 parts.append(column.filled(table.rows(column.spec)))
-        found[column.spec] = np.concatenate(parts)
-    return TokenTable(**core, columns=found)
+        joined_columns[column.spec] = np.concatenate(parts)
+    return TokenTable(**core, columns=joined_columns)
 
 
-def to_numpy(given: np.ndarray | Sequence[Any], dtype: str) -> np.ndarray:
+def to_numpy(values_of_column: np.ndarray | Sequence[Any], dtype: str) -> np.ndarray:
     """Numbers of a column as an array, only to be read. Raises TypeError, OverflowError or ValueError for others."""
-    if isinstance(given, np.ndarray):
-        numbers: np.ndarray = given
+    if isinstance(values_of_column, np.ndarray):
+        numbers: np.ndarray = values_of_column
         return numbers.astype(dtype, casting="same_kind", copy=False) if dtype else numbers
-    values: Sequence[Any] = given
+    values: Sequence[Any] = values_of_column
     if isinstance(values, Runs) and dtype:
         each = np.frombuffer(array(_TYPECODES[dtype], values.values), dtype) if values.values else np.zeros(0, dtype)
         return np.repeat(each, np.diff(values.ends, prepend=0))

@@ -83,15 +83,15 @@ def constructor_parameters(made: Callable[..., Any]) -> dict[str, inspect.Parame
     constructors = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)]
     if not constructors:
         return dict(inspect.signature(made).parameters)
-    found: dict[str, inspect.Parameter] = {}
+    by_name: dict[str, inspect.Parameter] = {}
     for place, constructor in enumerate(constructors):
         parameters = list(inspect.signature(constructor).parameters.values())[1:]
         for parameter in parameters:
             if parameter.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD):
-                found.setdefault(parameter.name, parameter.replace(default=...) if place else parameter)
+                by_name.setdefault(parameter.name, parameter.replace(default=...) if place else parameter)
         if not (rest := [parameter for parameter in parameters if parameter.kind is kinds.VAR_KEYWORD]):
-            return found
-    return found | {parameter.name: parameter for parameter in rest}
+            return by_name
+    return by_name | {parameter.name: parameter for parameter in rest}
 
 
 def missing_argument(config: PPOConfig, name: str) -> ConfigProblem:

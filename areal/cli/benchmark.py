@@ -143,33 +143,33 @@ def _mfu(tokens_per_s: float, hardware: Hardware) -> float | None:
     return _FLOPS_PER_PARAMETER * parameters * tokens_per_s / (peak * 1e12 * hardware.num_trainer_gpus)
 
 
-def table_lines(found: Throughput) -> list[str]:
+def table_lines(figures: Throughput) -> list[str]:
     def each(value: float | None, unit: str) -> str:
         return "unknown" if value is None else f"{value:,.4g} {unit}".rstrip()
 
     rows = [
-        ("steps measured", f"{found.steps} in {found.seconds:.1f} s ({found.seconds_per_step:.3g} s each)"),
-        ("generated", each(found.generated_tokens_per_s, "tokens/s")),
-        ("trained", each(found.trained_tokens_per_s, "tokens/s")),
-        ("effective", each(found.effective_tokens_per_s, "tokens/s")),
-        ("trained per GPU", each(found.trained_tokens_per_s_per_gpu, "tokens/s")),
-        ("limited by", found.bound),
-        ("trainer waits", waits_text(found.waits)),
-        ("weight update", f"{found.weight_update_s:.3g} s each ({found.weight_update_share:.1%} of the time)"),
-        ("staleness", f"mean {found.staleness_mean:.2f}, maximum {found.staleness_max:g}"),
+        ("steps measured", f"{figures.steps} in {figures.seconds:.1f} s ({figures.seconds_per_step:.3g} s each)"),
+        ("generated", each(figures.generated_tokens_per_s, "tokens/s")),
+        ("trained", each(figures.trained_tokens_per_s, "tokens/s")),
+        ("effective", each(figures.effective_tokens_per_s, "tokens/s")),
+        ("trained per GPU", each(figures.trained_tokens_per_s_per_gpu, "tokens/s")),
+        ("limited by", figures.bound),
+        ("trainer waits", waits_text(figures.waits)),
+        ("weight update", f"{figures.weight_update_s:.3g} s each ({figures.weight_update_share:.1%} of the time)"),
+        ("staleness", f"mean {figures.staleness_mean:.2f}, maximum {figures.staleness_max:g}"),
         (
             "not trained on",
-            f"{found.unused_share:.1%} of the generated tokens; episodes: {found.rejected_episodes} rejected, "
-            f"{found.failed_episodes} failed, {found.dropped_episodes} too stale",
+            f"{figures.unused_share:.1%} of the generated tokens; episodes: {figures.rejected_episodes} rejected, "
+            f"{figures.failed_episodes} failed, {figures.dropped_episodes} too stale",
         ),
-        ("tree ratio", "nothing shared" if found.tree_ratio is None else f"{found.tree_ratio:.2f}"),
-        ("MFU", each(None if found.mfu is None else 100 * found.mfu, "%")),
-        ("memory", ", ".join(f"{name} {size:.2f} GiB" for name, size in found.memory_gib.items())),
-        ("cost", each(found.dollars_per_million_trained_tokens, "dollars per million trained tokens")),
+        ("tree ratio", "nothing shared" if figures.tree_ratio is None else f"{figures.tree_ratio:.2f}"),
+        ("MFU", each(None if figures.mfu is None else 100 * figures.mfu, "%")),
+        ("memory", ", ".join(f"{name} {size:.2f} GiB" for name, size in figures.memory_gib.items())),
+        ("cost", each(figures.dollars_per_million_trained_tokens, "dollars per million trained tokens")),
     ]
     lines = [f"{name:<16} {text}" for name, text in rows]
-    longest = [(name, spent) for name, spent in found.seconds_by_phase.items() if spent >= 0.001][:8]
-    shares = ", ".join(f"{name} {spent / found.seconds_per_step:.0%}" for name, spent in longest)
+    longest = [(name, spent) for name, spent in figures.seconds_by_phase.items() if spent >= 0.001][:8]
+    shares = ", ".join(f"{name} {spent / figures.seconds_per_step:.0%}" for name, spent in longest)
     return [*lines, f"{'time of a step':<16} {shares}"]
 
 
@@ -206,28 +206,28 @@ def benchmark(words: Sequence[str]) -> int:
     parser.add_argument("--launcher", metavar="NAME", help="as for areal run")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    given = parser.parse_intermixed_args(words)
-    files = [word for path in given.config for word in ("--config", path)]
+    args = parser.parse_intermixed_args(words)
+    files = [word for path in args.config for word in ("--config", path)]
     started = time.strftime("%Y%m%d-%H%M%S")
-    combinations = itertools.product(*map(sweep_words, given.sweep))
+    combinations = itertools.product(*map(sweep_words, args.sweep))
     grid = [dict(word.split("=", 1) for word in words) for words in combinations]
-    plans = [_load([*files, *given.overrides, *_words(settings)]) for settings in grid]  # before the first run
+    plans = [_load([*files, *args.overrides, *_words(settings)]) for settings in grid]  # before the first run
     runs: list[Run] = []
     for number, (settings, config) in enumerate(zip(grid, plans, strict=True)):
         for repeat in range(config.benchmark.repeats):
             trial = f"benchmark-{started}-{number:02d}-{repeat}"
-            command = [*files, *given.overrides, *_words(settings)]
-            launcher = ["--launcher", given.launcher] if given.launcher else []
-            found = _measure(command, config, trial=trial, launcher=launcher)
-            runs.append(Run(settings=settings, repeat=repeat, **found))
+            command = [*files, *args.overrides, *_words(settings)]
+            launcher = ["--launcher", args.launcher] if args.launcher else []
+            measured = _measure(command, config, trial=trial, launcher=launcher)
+            runs.append(Run(settings=settings, repeat=repeat, **measured))
             title = f"== {' '.join(_words(runs[-1].settings)) or 'benchmark'} (run {runs[-1].repeat + 1})"
             _say([title, *table_lines(runs[-1].throughput)])
-    report = {"config": given.config, "overrides": given.overrides, "runs": [asdict(run) for run in runs]}
+    report = {"config": args.config, "overrides": args.overrides, "runs": [asdict(run) for run in runs]}
     path = Path(runs[0].folder).parent / f"benchmark-{started}.json"
     write_atomic(path, json.dumps(report, indent=1).encode())
     if len(runs) > 1:
         _say(_comparison(runs))
-    sys.stdout.write(json.dumps(report, indent=1) + "\n" if given.json else f"{path}\n")
+    sys.stdout.write(json.dumps(report, indent=1) + "\n" if args.json else f"{path}\n")
     return 0
 
 
@@ -283,7 +283,10 @@ def _synthetic(config: PPOConfig, path: Path, *, num_steps: int) -> list[str]:
 
 
 def _hardware(config: PPOConfig, processes: Sequence[Mapping[str, Any]]) -> Hardware:
-    gpus = {name: sum(len(one["gpus"]) for one in processes if one["role"] == name) for name in ("server", "trainer")}
+    gpus = {
+        name: sum(len(process["gpus"]) for process in processes if process["role"] == name)
+        for name in ("server", "trainer")
+    }
     folder = Path(config.actor.path).expanduser()
     shapes = [entry.shape for entry in stored_weights(folder).values()] if any(folder.glob("*.safetensors")) else []
     return Hardware(
@@ -309,13 +312,13 @@ def _comparison(runs: Sequence[Run]) -> list[str]:
     most = max(run.throughput.trained_tokens_per_s for run in runs)
     lines = [f"{'s/step':>8} {'+-':>6} {'generated/s':>11} {'waiting':>7} {'stale':>5} {'trained/s':>10}"]
     for words, group in itertools.groupby(runs, key=lambda run: " ".join(_words(run.settings))):
-        found = [run.throughput for run in group]
-        seconds = [one.seconds_per_step for one in found]
+        figures = [run.throughput for run in group]
+        seconds = [figure.seconds_per_step for figure in figures]
         spread = stdev(seconds) if len(seconds) > 1 else 0.0
-        trained = fmean(one.trained_tokens_per_s for one in found)
+        trained = fmean(figure.trained_tokens_per_s for figure in figures)
         lines.append(
-            f"{fmean(seconds):8.3g} {spread:6.2g} {fmean(one.generated_tokens_per_s for one in found):11,.0f} "
-            f"{fmean(one.waiting_share for one in found):7.0%} {fmean(one.staleness_mean for one in found):5.2f} "
+            f"{fmean(seconds):8.3g} {spread:6.2g} {fmean(row.generated_tokens_per_s for row in figures):11,.0f} "
+            f"{fmean(row.waiting_share for row in figures):7.0%} {fmean(row.staleness_mean for row in figures):5.2f} "
             f"{trained:10,.0f} {'#' * round(20 * trained / most):<20} {words}"
         )
     return lines

@@ -149,9 +149,9 @@ def lanes_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 def _label(key: str, keys: Sequence[str]) -> str:
     """The part of a key in which it differs from the others of its chart."""
-    parts = [one.split("/") for one in keys]
+    parts = [key.split("/") for key in keys]
     common = 0
-    while len(keys) > 1 and len({tuple(one[: common + 1]) for one in parts}) == 1:
+    while len(keys) > 1 and len({tuple(names[: common + 1]) for names in parts}) == 1:
         common += 1
     if len(keys) > 1:
         return "/".join(key.split("/")[common:])

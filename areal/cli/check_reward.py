@@ -43,40 +43,42 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def check_reward(words: Sequence[str]) -> int:
-    given = _parser().parse_intermixed_args(words)
-    if given.rows < 1:
-        raise ConfigError(f"--rows {given.rows} must be at least 1", code="config.conflict")
-    config = config_without_optimizer(["--config", given.config, *given.overrides])
+    args = _parser().parse_intermixed_args(words)
+    if args.rows < 1:
+        raise ConfigError(f"--rows {args.rows} must be at least 1", code="config.conflict")
+    config = config_without_optimizer(["--config", args.config, *args.overrides])
     if not isinstance(config, PPOConfig):
-        raise ConfigError(f"{given.config}: this kind of training has no reward", code="config.conflict")
-    line, check = StatusLine(), RewardCheck.of(config, num_rows=given.rows)
+        raise ConfigError(f"{args.config}: this kind of training has no reward", code="config.conflict")
+    line, check = StatusLine(), RewardCheck.of(config, num_rows=args.rows)
     reports = asyncio.run(check.reports(is_quick=False, say=lambda text: line.say(f"areal: {text}")))
-    shares = gradient_shares(config, check, given) if given.model else {}
-    found = [{"faults": one.faults, "notices": one.notices} | shares.get(one.source, {}) for one in reports]
-    facts = [asdict(one) | other for one, other in zip(reports, found, strict=True)]
-    sys.stdout.write(json.dumps({"sources": facts}, indent=1) + "\n" if given.json else text_of(reports, shares))
-    return int(given.strict and any(one.faults for one in reports))
+    shares = gradient_shares(config, check, args) if args.model else {}
+    additions = [
+        {"faults": report.faults, "notices": report.notices} | shares.get(report.source, {}) for report in reports
+    ]
+    facts = [asdict(report) | other for report, other in zip(reports, additions, strict=True)]
+    sys.stdout.write(json.dumps({"sources": facts}, indent=1) + "\n" if args.json else text_of(reports, shares))
+    return int(args.strict and any(report.faults for report in reports))
 
 
 def text_of(reports: Sequence[SourceReport], shares: dict[str, dict[str, float]]) -> str:
     """The table, then an example of each fault and notice."""
     names = ["rows", "form", "no ref", "right<1", "changed", "wrong=right", "differs", "json", "raises", "s/call"]
     lines = [[*names[:-1], names[-1], *(["equal groups", "gradient"] if shares else []), "source"]]
-    for one in reports:
-        wrong = sorted(kind for kind, count in one.wrong_as_right.items() if count)
+    for report in reports:
+        wrong = sorted(kind for kind, count in report.wrong_as_right.items() if count)
         cells = [
-            one.rows, one.form, one.without_reference, one.right_below, sum(one.changed_below.values()),
-            f"{max(one.wrong_as_right.values(), default=0)} {','.join(wrong)}".strip(), one.differs,
-            one.changed_by_json, one.raises, f"{one.seconds:.3f}",
+            report.rows, report.form, report.without_reference, report.right_below, sum(report.changed_below.values()),
+            f"{max(report.wrong_as_right.values(), default=0)} {','.join(wrong)}".strip(), report.differs,
+            report.changed_by_json, report.raises, f"{report.seconds:.3f}",
         ]  # fmt: skip
         if shares:
-            found = shares.get(one.source, {})
-            cells += [f"{found.get(name, math.nan):.0%}" for name in ("equal_groups", "gradient_share")]
-        lines.append([*map(str, cells), one.source or "all rows"])
+            share = shares.get(report.source, {})
+            cells += [f"{share.get(name, math.nan):.0%}" for name in ("equal_groups", "gradient_share")]
+        lines.append([*map(str, cells), report.source or "all rows"])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rows = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in lines]
-    faults = [_example(one, fault) for one in reports for fault in one.faults]
-    notices = [f"notice: {_example(one, notice)}" for one in reports for notice in one.notices]
+    faults = [_example(report, fault) for report in reports for fault in report.faults]
+    notices = [f"notice: {_example(report, notice)}" for report in reports for notice in report.notices]
     return "\n".join([*rows, "", *(faults or ["no fault was found"]), *notices, ""])
 
 
@@ -84,7 +86,7 @@ def _example(report: SourceReport, fault: str) -> str:
     return f"{report.source or 'all rows'}: {FAULTS[fault]}: {report.examples.get(fault, '')}"
 
 
-def gradient_shares(config: PPOConfig, check: RewardCheck, given: argparse.Namespace) -> dict[str, dict[str, float]]:
+def gradient_shares(config: PPOConfig, check: RewardCheck, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """By source, with answers of the model: the share of groups with equal rewards, which teach nothing, and the part
     of the sum of advantages, each divided by the deviation of its group."""
     lines = b"".join(row_json(row) + b"\n" for rows in check.rows.values() for row in rows)
@@ -94,16 +96,16 @@ def gradient_shares(config: PPOConfig, check: RewardCheck, given: argparse.Names
     modes = ",".join(sorted({"sampled", *config.evaluator.stop_at}))  # goals of other modes need these too
     mapped = [f"train_dataset.path={file}", "train_dataset.map_fn=", "valid_dataset=null", f"evaluator.modes=[{modes}]"]
     wanted = Requested(
-        files=[given.config],
-        overrides=[*given.overrides, *mapped],
-        model=given.model,
+        files=[args.config],
+        overrides=[*args.overrides, *mapped],
+        model=args.model,
         data=[str(file)],
         num_samples=config.gconfig.n_samples,
     )
     groups: dict[str, list[list[float]]] = {}
-    answered = [one for one in answered_samples(wanted) if one.key.mode == "sampled"]
+    answered = [answered for answered in answered_samples(wanted) if answered.key.mode == "sampled"]
     for samples in rows_of(answered):
-        rewards = [one.reward for one in samples if one.reward is not None]
+        rewards = [sample.reward for sample in samples if sample.reward is not None]
         if len(rewards) > 1:
             groups.setdefault(check.scores.source(samples[0].data), []).append(rewards)
     return shares_of(groups)
@@ -111,11 +113,11 @@ def gradient_shares(config: PPOConfig, check: RewardCheck, given: argparse.Names
 
 def shares_of(groups: dict[str, list[list[float]]]) -> dict[str, dict[str, float]]:
     """The shares of each source, from the rewards of its groups."""
-    sizes = {source: sum(map(_advantages, found)) for source, found in groups.items()}
+    sizes = {source: sum(map(_advantages, rewards)) for source, rewards in groups.items()}
     total = sum(sizes.values()) or 1.0
     return {
-        source: {"equal_groups": fmean(not pstdev(one) for one in found), "gradient_share": sizes[source] / total}
-        for source, found in groups.items()
+        source: {"equal_groups": fmean(not pstdev(group) for group in rewards), "gradient_share": sizes[source] / total}
+        for source, rewards in groups.items()
     }
 
 

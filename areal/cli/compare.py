@@ -72,19 +72,19 @@ class Comparison:
     differences: list[Difference]
 
 
-def html_page(found: Comparison) -> str:
+def html_page(comparison: Comparison) -> str:
     charts = [
         Chart(
             section="curves",
             title=metric,
             unit=entry.unit if (entry := entry_of(metric)) else "",
             kind="line",
-            series=[Series(key=run, label=run, sparse=metric.startswith("eval/")) for run in found.runs],
+            series=[Series(key=run, label=run, sparse=metric.startswith("eval/")) for run in comparison.runs],
         )
-        for metric in found.curves
+        for metric in comparison.curves
     ]
-    data = orjson.dumps({"found": found, "charts": charts}, default=repr, option=orjson.OPT_NON_STR_KEYS)
-    return page("compare", title=f"areal compare: {', '.join(found.runs)}", data=data).html
+    data = orjson.dumps({"found": comparison, "charts": charts}, default=repr, option=orjson.OPT_NON_STR_KEYS)
+    return page("compare", title=f"areal compare: {', '.join(comparison.runs)}", data=data).html
 
 
 def compare(words: Sequence[str]) -> int:
@@ -94,19 +94,19 @@ def compare(words: Sequence[str]) -> int:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one HTML file that needs no network")
     parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture (needs the package matplotlib)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args(words)
-    if len(given.runs) < 2:
+    args = parser.parse_args(words)
+    if len(args.runs) < 2:
         parser.error("name at least two runs")
-    found = read_runs([path.absolute() for path in given.runs], given.metric or MAIN_METRICS)
-    if given.html is not None:
-        write_atomic(given.html, html_page(found).encode())
-    if given.png is not None:
-        _write_png(found, given.png)
-    written = [path for path in (given.html, given.png) if path is not None]
-    if given.json:
-        lines = [json.dumps(asdict(found), indent=1)]
+    comparison = read_runs([path.absolute() for path in args.runs], args.metric or MAIN_METRICS)
+    if args.html is not None:
+        write_atomic(args.html, html_page(comparison).encode())
+    if args.png is not None:
+        _write_png(comparison, args.png)
+    written = [path for path in (args.html, args.png) if path is not None]
+    if args.json:
+        lines = [json.dumps(asdict(comparison), indent=1)]
     else:
-        lines = [f"wrote {path}" for path in written] or _lines(found)
+        lines = [f"wrote {path}" for path in written] or _lines(comparison)
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
@@ -145,17 +145,17 @@ def differences(
     names: Sequence[str], results: Sequence[Mapping[str, RowRewards]], *, is_paired: bool
 ) -> list[Difference]:
     """The differences from the first run. `is_paired`: row N is the same held-out row in all runs."""
-    found: list[Difference] = []
+    rows: list[Difference] = []
     base, *others = zip(names, results, strict=True)
     for run, by_name in others:
         for name in (name for name in by_name if name in base[1]):
-            one, first = by_name[name], base[1][name]
-            interval = difference_interval(one.rewards, first.rewards, is_paired=is_paired)
-            steps = (one.step, first.step)
-            found.append(
+            result, first = by_name[name], base[1][name]
+            interval = difference_interval(result.rewards, first.rewards, is_paired=is_paired)
+            steps = (result.step, first.step)
+            rows.append(
                 Difference(evaluation=name, run=run, base=base[0], steps=steps, interval=interval, text=interval.text)
             )
-    return found
+    return rows
 
 
 def _elapsed(rows: dict[int, dict[str, Any]]) -> Curve:
@@ -183,26 +183,28 @@ def _options(folder: Path) -> dict[str, Any]:
 
 
 def _differences(options: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    names = dict.fromkeys(name for one in options for name in one)
-    rows = {name: [one.get(name) for one in options] for name in names}
+    names = dict.fromkeys(name for option in options for name in option)
+    rows = {name: [option.get(name) for option in options] for name in names}
     return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
 
 
-def _lines(found: Comparison) -> list[str]:
-    lines = [f"options that differ: {len(found.config)}"]
-    for name, values in found.config.items():
+def _lines(comparison: Comparison) -> list[str]:
+    lines = [f"options that differ: {len(comparison.config)}"]
+    for name, values in comparison.config.items():
         lines.append(f"  {name}: " + " | ".join(json.dumps(value, default=repr) for value in values))
-    for run, launches in found.changes.items():
-        lines += [f"  {run}: changed after step {one['step']}: {'; '.join(one['changes'])}" for one in launches]
-    for one in found.differences:
-        step, base_step = one.steps
-        where = f"{one.evaluation}/reward of {one.run} after step {step}, against {one.base} after step {base_step}"
-        lines.append(f"{where}: {one.text}")
-    width = max(map(len, found.runs))
-    for metric, curves in found.curves.items():
+    for run, launches in comparison.changes.items():
+        lines += [
+            f"  {run}: changed after step {launch['step']}: {'; '.join(launch['changes'])}" for launch in launches
+        ]
+    for diff in comparison.differences:
+        step, base_step = diff.steps
+        where = f"{diff.evaluation}/reward of {diff.run} after step {step}, against {diff.base} after step {base_step}"
+        lines.append(f"{where}: {diff.text}")
+    width = max(map(len, comparison.runs))
+    for metric, curves in comparison.curves.items():
         (first, end), (low, high) = _extent(curves)
         lines += ["", f"{metric} ({low:.4g} to {high:.4g}), steps {first} to {end}"]
-        for name, curve in zip(found.runs, curves, strict=True):
+        for name, curve in zip(comparison.runs, curves, strict=True):
             if curve is None:
                 lines.append(f"  {name:<{width}}  not recorded")
                 continue
@@ -247,22 +249,22 @@ def _bar(value: float, low: float, high: float) -> str:
     return _BARS[round((value - low) * (len(_BARS) - 1) / (high - low))] if high > low else _BARS[0]
 
 
-def _write_png(found: Comparison, path: Path) -> None:
+def _write_png(comparison: Comparison, path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         message = "--png needs the package matplotlib: pip install -e '.[plot]'; --html needs no package"
         raise ConfigError(message, code="launch.package_missing") from None
-    columns = min(3, len(found.curves))
-    rows = -(-len(found.curves) // columns)
+    columns = min(3, len(comparison.curves))
+    rows = -(-len(comparison.curves) // columns)
     figure = Figure(figsize=(5 * columns, 3.2 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    for place, (metric, curves) in enumerate(found.curves.items(), start=1):
+    for place, (metric, curves) in enumerate(comparison.curves.items(), start=1):
         axes = figure.add_subplot(rows, columns, place)
         axes.set_title(metric)
         axes.set_xlabel("train steps")
-        for name, curve in zip(found.runs, curves, strict=True):
+        for name, curve in zip(comparison.runs, curves, strict=True):
             if curve is not None:
                 axes.plot(curve.steps, curve.values, label=name)
         axes.legend()

@@ -61,31 +61,33 @@ def import_config(words: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", type=Path, metavar="OUT", help="write the YAML there (default: print it)")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT where it exists")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    given = parser.parse_intermixed_args(words)
-    if given.output is not None:
-        _check_output(given.output, given.file, may_replace=given.overwrite)
-    if given.system == "areal":
-        kind = kind_of(_given(given.file, given.overrides, GRPOConfig), allow_unknown=True)
-        tree = _given(given.file, given.overrides, kind)
+    args = parser.parse_intermixed_args(words)
+    if args.output is not None:
+        _check_output(args.output, args.file, may_replace=args.overwrite)
+    if args.system == "areal":
+        kind = kind_of(_given(args.file, args.overrides, GRPOConfig), allow_unknown=True)
+        tree = _given(args.file, args.overrides, kind)
     else:
-        tree = _given(given.file, given.overrides, None)
-    unset = _of_shell(tree) if given.file.suffix == ".sh" else {}
+        tree = _given(args.file, args.overrides, None)
+    unset = _of_shell(tree) if args.file.suffix == ".sh" else {}
     known, unknown = _resolved(tree)
-    draft = SYSTEMS[given.system](known)
+    draft = SYSTEMS[args.system](known)
     if draft.is_foreign:
         keys, likely = ", ".join(list(draft.values)[:3]) or "no keys", _likely_system(known)
-        hint = f": areal config import {likely} {given.file}" if likely else ""
-        raise _unreadable(given.file, f"it is no configuration of {draft.system}; it has {keys}{hint}")
+        hint = f": areal config import {likely} {args.file}" if likely else ""
+        raise _unreadable(args.file, f"it is no configuration of {draft.system}; it has {keys}{hint}")
     for key, (value, why) in (unset | unknown).items():
         draft.unresolved(key, value, why)
-    draft.refer({key: found[1] for key, value in flat(tree).items() if (found := _REFERENCE.fullmatch(str(value)))})
-    text = yaml_text(draft, given.file.name)
-    if given.output is not None:
-        _write(given.output, text)
-    if given.json:
+    draft.refer(
+        {key: reference[1] for key, value in flat(tree).items() if (reference := _REFERENCE.fullmatch(str(value)))}
+    )
+    text = yaml_text(draft, args.file.name)
+    if args.output is not None:
+        _write(args.output, text)
+    if args.json:
         sys.stdout.write(json.dumps(report_json(draft), indent=1, default=str) + "\n")
         return 0
-    sys.stdout.write("" if given.output is not None else text)
+    sys.stdout.write("" if args.output is not None else text)
     sys.stderr.write("\n".join(report_lines(draft)) + "\n")
     return 0
 
@@ -139,14 +141,14 @@ def _read(path: Path, kind: Kind | None) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".sh":
             return _script_tree(text, kind)
-        found: Any = _toml(text) if path.suffix == ".toml" else yaml_value(text, kind)
+        content: Any = _toml(text) if path.suffix == ".toml" else yaml_value(text, kind)
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
     except UNREADABLE as error:
         raise _unreadable(path, reason_of(error)) from None
-    if not isinstance(found, dict) or not found:
-        raise _unreadable(path, "it is no mapping of keys to values" if found else "it is empty")
-    return cast("dict[str, Any]", found)
+    if not isinstance(content, dict) or not content:
+        raise _unreadable(path, "it is no mapping of keys to values" if content else "it is empty")
+    return cast("dict[str, Any]", content)
 
 
 def _script_tree(text: str, kind: Kind | None) -> dict[str, Any]:
@@ -185,16 +187,16 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 def _of_shell(tree: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, str]]:
     """Remove the keys whose value has a variable that the script does not set; their values, with the reason."""
-    found: dict[str, tuple[Any, str]] = {}
+    values: dict[str, tuple[Any, str]] = {}
     for name, value in list(tree.items()):
         if isinstance(value, dict) and value:
-            found |= _of_shell(cast("dict[str, Any]", value), f"{prefix}{name}.")
+            values |= _of_shell(cast("dict[str, Any]", value), f"{prefix}{name}.")
             if not value:
                 del tree[name]
         elif names := dict.fromkeys(re.findall(r"\$\w+", str(value))):
-            found[f"{prefix}{name}"] = value, f"the value of {', '.join(names)} is not known"
+            values[f"{prefix}{name}"] = value, f"the value of {', '.join(names)} is not known"
             del tree[name]
-    return found
+    return values
 
 
 def _resolved(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, str]]]:
@@ -237,18 +239,18 @@ def config(words: Sequence[str]) -> int:
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="several are merged in order")
     parser.add_argument("--json", action="store_true", help="print JSON instead of YAML or text")
     parser.add_argument("words", nargs="*", metavar="RUN | OPTION | key=value", help="for example actor.eps_clip")
-    given = parser.parse_args(words)
-    plain = [word for word in given.words if "=" not in word and not word.startswith("~")]
-    if len(plain) + bool(given.config) != 1:
+    args = parser.parse_args(words)
+    plain = [word for word in args.words if "=" not in word and not word.startswith("~")]
+    if len(plain) + bool(args.config) != 1:
         parser.error("give --config FILE, or one RUN or OPTION")
-    overrides = [word for word in given.words if word not in plain]
+    overrides = [word for word in args.words if word not in plain]
     if plain and (path := RunPaths(run_folder(plain[0])).config).is_file():
-        text = _effective(["--config", str(path), *overrides], as_json=given.json)
+        text = _effective(["--config", str(path), *overrides], as_json=args.json)
     elif plain:
-        text = _explained(plain[0], as_json=given.json)
+        text = _explained(plain[0], as_json=args.json)
     else:
-        files = [word for path in given.config for word in ("--config", path)]
-        text = _effective([*files, *overrides], as_json=given.json)
+        files = [word for path in args.config for word in ("--config", path)]
+        text = _effective([*files, *overrides], as_json=args.json)
     sys.stdout.write(text)
     return 0
 

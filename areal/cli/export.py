@@ -68,13 +68,13 @@ def export(words: Sequence[str]) -> int:
 
 def _source(paths: RunPaths, request: argparse.Namespace, role: str) -> tuple[int, Path]:
     saved, recovery = _steps(paths.checkpoints / role, ""), _steps(paths.recover, role)
-    found, others = (recovery, saved) if request.recover else (saved, recovery)
-    step = max(found, default=-1) if request.step is None else request.step
-    if step in found:
-        return step, found[step]
+    steps, others = (recovery, saved) if request.recover else (saved, recovery)
+    step = max(steps, default=-1) if request.step is None else request.step
+    if step in steps:
+        return step, steps[step]
     kind, option = ("recovery checkpoint", "without --recover") if request.recover else ("export", "with --recover")
     which = f"of step {step} " if request.step is not None else ""
-    known = f"; there are steps {', '.join(map(str, sorted(found)))}" if found else ""
+    known = f"; there are steps {', '.join(map(str, sorted(steps)))}" if steps else ""
     advice = f"; {option} there are steps {', '.join(map(str, sorted(others)))}" if others else ""
     cause = known + advice or "; the run has saved no checkpoint yet (saver.freq_steps, recover.freq_steps)"
     raise InputError(f"{paths.root} has no {kind} {which}of {role}{cause}", code="export.no_checkpoint")

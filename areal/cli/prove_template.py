@@ -57,10 +57,10 @@ def prove_template(words: Sequence[str]) -> int:
     bridge = TemplateBridge(tokenizer, scenario)
     load_s = time.perf_counter() - began_s
     rows = bridge.table(max_answers=request.answers, scope=request.scope)
-    found = compare(bridge, num_dialogues=request.dialogues, seed=request.seed, scope=request.scope)
+    comparison = compare(bridge, num_dialogues=request.dialogues, seed=request.seed, scope=request.scope)
     holds = bool(rows) and all(row.gap is None for row in rows)
-    proved = holds and not (found.num_different or _unexpected(rows, found))
-    facts = _facts(request, bridge, rows, found) | {"proved": proved, "load_s": round(load_s, 3)}
+    proved = holds and not (comparison.num_different or _unexpected(rows, comparison))
+    facts = _facts(request, bridge, rows, comparison) | {"proved": proved, "load_s": round(load_s, 3)}
     sys.stdout.write(json.dumps(facts) + "\n" if request.json else "\n".join(_lines(request, facts)) + "\n")
     return 0 if proved else 1
 
@@ -100,13 +100,13 @@ def _token(tokenizer: Tokenizer, text: str) -> int:
     return token_ids[0]
 
 
-def _unexpected(rows: Sequence[Row], found: Comparison) -> list[str]:
+def _unexpected(rows: Sequence[Row], comparison: Comparison) -> list[str]:
     proved = {(row.shape, row.following) for row in rows if row.gap is None}
-    return [f"{shape} {following}" for shape, following in found.gaps if (shape, following) in proved]
+    return [f"{shape} {following}" for shape, following in comparison.gaps if (shape, following) in proved]
 
 
 def _facts(
-    request: argparse.Namespace, bridge: TemplateBridge, rows: Sequence[Row], found: Comparison
+    request: argparse.Namespace, bridge: TemplateBridge, rows: Sequence[Row], result: Comparison
 ) -> dict[str, Any]:
     facts = bridge.facts
     return {
@@ -125,16 +125,16 @@ def _facts(
             for row in rows
         ],
         "random": {
-            "seed": request.seed, "num_dialogues": found.num_dialogues, "num_bridges": found.num_bridges,
-            "num_different": found.num_different, "num_gaps": sum(found.gaps.values()),
-            "unexpected_gaps": _unexpected(rows, found),
-            "first_different": None if found.different is None else [*found.different[0], *found.different[1]],
+            "seed": request.seed, "num_dialogues": result.num_dialogues, "num_bridges": result.num_bridges,
+            "num_different": result.num_different, "num_gaps": sum(result.gaps.values()),
+            "unexpected_gaps": _unexpected(rows, result),
+            "first_different": None if result.different is None else [*result.different[0], *result.different[1]],
         },
     }  # fmt: skip
 
 
 def _lines(request: argparse.Namespace, facts: dict[str, Any]) -> list[str]:
-    forms, found = facts["forms"], facts["random"]
+    forms, drawn = facts["forms"], facts["random"]
     takes = [name for name, does in facts["takes"].items() if does]
     lines = [
         f"template   {facts['template'][:16]} (thinking {request.thinking}; options {request.option or 'none'})",
@@ -153,13 +153,13 @@ def _lines(request: argparse.Namespace, facts: dict[str, Any]) -> list[str]:
             lines.append(f"{'':<29}{row['detail']}")
     lines += [
         "",
-        f"{found['num_dialogues']} random dialogues (seed {found['seed']}): {found['num_bridges']} bridges compared "
-        f"with the full rendering, {found['num_different']} differ; {found['num_gaps']} answers without a bridge",
+        f"{drawn['num_dialogues']} random dialogues (seed {drawn['seed']}): {drawn['num_bridges']} bridges compared "
+        f"with the full rendering, {drawn['num_different']} differ; {drawn['num_gaps']} answers without a bridge",
     ]
-    if found["unexpected_gaps"]:
-        lines.append(f"without a bridge although the table proves them: {', '.join(found['unexpected_gaps'])}")
-    if found["first_different"] is not None:
-        lines.append(f"the shortest that differs: {json.dumps(found['first_different'], ensure_ascii=False)}")
+    if drawn["unexpected_gaps"]:
+        lines.append(f"without a bridge although the table proves them: {', '.join(drawn['unexpected_gaps'])}")
+    if drawn["first_different"] is not None:
+        lines.append(f"the shortest that differs: {json.dumps(drawn['first_different'], ensure_ascii=False)}")
     return [*lines, f"{'PROVED' if facts['proved'] else 'NOT PROVED'} for scope {facts['scope']}"]
 
 

@@ -56,7 +56,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         description="Run an agent against a scripted policy: good answers, then the failures that a run may contain "
         "(docs/agents.md). No model is loaded.",
         epilog="Exit status: 0 nothing is lost; 1 a crash, hang, leak, lost turn or lost reward; 2 wrong usage. "
-        "Scenarios: " + "; ".join(f"{one.name}: {one.text}" for one in SCENARIOS),
+        "Scenarios: " + "; ".join(f"{scenario.name}: {scenario.text}" for scenario in SCENARIOS),
     )
     parser.add_argument("words", nargs="*", metavar="AGENT", help="file.py:function or module:function")
     parser.add_argument("--command", metavar="TEXT", help="instead: a program; {column} is that column of the row")
@@ -69,7 +69,11 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--answer", metavar="TEXT", help="a good answer (default: the column `answer`)")
     parser.add_argument("--call", default="", metavar="JSON", help="arguments of good tool calls (default: by schema)")
     parser.add_argument(
-        "--scenario", action="append", default=[], choices=[one.name for one in SCENARIOS], help="only this; repeatable"
+        "--scenario",
+        action="append",
+        default=[],
+        choices=[scenario.name for scenario in SCENARIOS],
+        help="only this; repeatable",
     )
     parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="of one scenario (default: 30)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
@@ -81,13 +85,13 @@ def rehearse(words: Sequence[str]) -> int:
     request = _parse(words)
     facts = asyncio.run(_played(_target(request), chosen(request.scenario), request.timeout))
     sys.stdout.write((json.dumps(facts) if request.json else "\n".join(_lines(facts))) + "\n")
-    return 1 if any(one["problems"] for one in facts["scenarios"]) else 0
+    return 1 if any(scenario["problems"] for scenario in facts["scenarios"]) else 0
 
 
 def _target(request: argparse.Namespace) -> Target:
     """What the command line names, and what the policy knows of its row."""
-    given = [request.command, request.online, request.config, request.words[0] if request.words else None]
-    if sum(one is not None for one in given[:3]) + (request.config is None and len(request.words)) != 1:
+    targets = [request.command, request.online, request.config, request.words[0] if request.words else None]
+    if sum(target is not None for target in targets[:3]) + (request.config is None and len(request.words)) != 1:
         text = "give one of AGENT, --command, --online, and --config with key=value"
         raise ConfigError(text, code="agent.no_agent")
     if not request.timeout > 0:
@@ -107,11 +111,11 @@ def _target(request: argparse.Namespace) -> Target:
         agent = parse_function_path(request.words[0], key="AGENT") if request.words else None
         job = AgentJob(row=row, base_url="", key="", agent=agent, command=command)
     else:
-        found = agent_job(**config.workflow_args)
-        if found is None:
+        agent_program = agent_job(**config.workflow_args)
+        if agent_program is None:
             text = "workflow_args.online: give the program from outside as --online TEXT"
             raise ConfigError(text, code="agent.no_agent")
-        job = replace(found, row=row)
+        job = replace(agent_program, row=row)
         has_functions = config.reward_fn or config.reward.names_functions
         scorer = Scorer(config.reward_fn, config.reward) if has_functions else None
         needs_reward = not has_functions
@@ -157,7 +161,7 @@ async def play(pool: AgentPool, target: Target, scenarios: Sequence[Scenario], *
 
     ConfigError when the agent cannot be loaded.
     """
-    directory, found, good = RehearsalDirectory(), list[dict[str, Any]](), None
+    directory, facts, good = RehearsalDirectory(), list[dict[str, Any]](), None
     async with _served(directory) as (base_url, run):
         for scenario in scenarios:
             session = directory.session = RehearsedSession(scenario.steps, target.script)
@@ -175,8 +179,8 @@ async def play(pool: AgentPool, target: Target, scenarios: Sequence[Scenario], *
                 outcome = replace(outcome, status="ok")  # as in a run: the session is scored as it is
             reward = await _reward(target, session, outcome)
             good = reward if scenario is scenarios[0] else good
-            found.append(_facts(scenario, session, outcome, reward, good, needs_reward=target.needs_reward))
-    return {"good_reward": good, "scenarios": found}
+            facts.append(_facts(scenario, session, outcome, reward, good, needs_reward=target.needs_reward))
+    return {"good_reward": good, "scenarios": facts}
 
 
 async def _from_outside(job: AgentJob, run: Path, session: RehearsedSession, *, timeout_s: float) -> AgentOutcome:
@@ -220,12 +224,12 @@ async def _served(directory: RehearsalDirectory) -> AsyncIterator[tuple[str, Pat
 
 async def _reward(target: Target, session: RehearsedSession, outcome: AgentOutcome) -> float | None:
     """Reward of the whole session, as in a run: by POST, else returned with those of turns, else by functions."""
-    given = outcome.reward if session.reported.reward is None else session.reported.reward
+    reward = outcome.reward if session.reported.reward is None else session.reported.reward
     turns = outcome.rewards | session.reported.turns
     if turns:
-        return (given or 0.0) + sum(turns.values())
-    if given is not None or target.scorer is None or outcome.status != "ok" or not session.num_turns:
-        return given
+        return (reward or 0.0) + sum(turns.values())
+    if reward is not None or target.scorer is None or outcome.status != "ok" or not session.num_turns:
+        return reward
     prompt = "\n".join(str(message.get("content") or "") for message in session.messages)
     answer = {"role": "assistant", "content": session.last_text}
     columns = target.job.row | {"messages": [*session.messages, answer]}
@@ -255,21 +259,25 @@ def _facts(
 
 def _lines(facts: dict[str, Any]) -> list[str]:
     lines = [f"{'scenario':<16}{'result':<26}{'reward':>8}{'requests':>10}{'turns':>7}{'lost':>6}"]
-    for one in facts["scenarios"]:
-        result = ", ".join(one["problems"]) or ("ok" if one["is_reached"] else "not reached")
-        reward = "none" if one["reward"] is None else f"{one['reward']:g}"
-        counts = f"{one['num_requests']:>10}{one['num_turns']:>7}{one['num_lost_turns']:>6}"
-        lines.append(f"{one['scenario']:<16}{result:<26}{reward:>8}{counts}")
-        if one["loses_thinking"]:
+    for scenario in facts["scenarios"]:
+        result = ", ".join(scenario["problems"]) or ("ok" if scenario["is_reached"] else "not reached")
+        reward = "none" if scenario["reward"] is None else f"{scenario['reward']:g}"
+        counts = f"{scenario['num_requests']:>10}{scenario['num_turns']:>7}{scenario['num_lost_turns']:>6}"
+        lines.append(f"{scenario['scenario']:<16}{result:<26}{reward:>8}{counts}")
+        if scenario["loses_thinking"]:
             lines.append("    the client does not send reasoning_content back: sessions restore it")
-        if "no reward" in one["problems"] and facts["good_reward"] is None:
+        if "no reward" in scenario["problems"] and facts["good_reward"] is None:
             lines.append(f"    {MISSING_REWARDS['no_reward']}")
-        if one["problems"]:
-            caught = [] if one["message"] or not one["last_error"] else [f"the agent caught {one['last_error']}"]
-            lines += [f"    {text}" for text in (one["message"], *one["leaks"], *caught) if text]
+        if scenario["problems"]:
+            caught = (
+                []
+                if scenario["message"] or not scenario["last_error"]
+                else [f"the agent caught {scenario['last_error']}"]
+            )
+            lines += [f"    {text}" for text in (scenario["message"], *scenario["leaks"], *caught) if text]
     if not facts["good_reward"]:
         lines.append(
             "good answers get no reward above 0, so lost rewards cannot be seen: give --answer or --call, or --config"
         )
-    lost = [one["scenario"] for one in facts["scenarios"] if one["problems"]]
+    lost = [scenario["scenario"] for scenario in facts["scenarios"] if scenario["problems"]]
     return [*lines, f"LOST in {', '.join(lost)}" if lost else "nothing is lost"]

@@ -72,7 +72,7 @@ def facts_of(
     }
     if sample.session is not None:
         facts["session"] = _session(sample.session)
-        facts["without_reward"] = [_session(one) for one in sample.without_reward]
+        facts["without_reward"] = [_session(session) for session in sample.without_reward]
     if tokens:
         columns = zip(sample.token_ids, sample.in_loss, sample.logprobs, sample.versions, strict=True)
         facts["tokens"] = [
@@ -90,11 +90,15 @@ def facts_of(
 
 def _session(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """What is known of the session of an agent: each tool call with its result, where the dialogue has one."""
-    results = {one["tool_call_id"]: one.get("content") for one in recorded["messages"] if one.get("role") == "tool"}
+    results = {
+        message["tool_call_id"]: message.get("content")
+        for message in recorded["messages"]
+        if message.get("role") == "tool"
+    }
     turns = [
         {
             "reward": turn["reward"],
-            "calls": [{**one["function"], "result": results.get(one["id"])} for one in turn["calls"]],
+            "calls": [{**call["function"], "result": results.get(call["id"])} for call in turn["calls"]],
         }
         for turn in recorded["turns"]
     ]
@@ -138,8 +142,8 @@ def sample_lines(facts: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def _counted(found: re.Match[str]) -> str:
-    return f"{found[1]} x {len(found[0]) // len(found[1])}"
+def _counted(match: re.Match[str]) -> str:
+    return f"{match[1]} x {len(match[0]) // len(match[1])}"
 
 
 def _session_text(session: Mapping[str, Any]) -> str:
@@ -151,10 +155,10 @@ def _session_text(session: Mapping[str, Any]) -> str:
         "drifts": session["drifts"],
         **{f"refused as {code}": count for code, count in session["refused"].items()},
     }
-    found = [f"turns {len(session['turns'])}", f"tool calls {num_calls}"]
-    found += [f"{name} {count}" for name, count in counts.items() if count]
+    counted = [f"turns {len(session['turns'])}", f"tool calls {num_calls}"]
+    counted += [f"{name} {count}" for name, count in counts.items() if count]
     why = f"; {session['status']}: {session['message']}" if session["message"] else ""
-    return f"session {session['session']}: {', '.join(found)}{why}"
+    return f"session {session['session']}: {', '.join(counted)}{why}"
 
 
 def _turn_title(facts: Mapping[str, Any], span: Mapping[str, Any]) -> str:
@@ -163,7 +167,7 @@ def _turn_title(facts: Mapping[str, Any], span: Mapping[str, Any]) -> str:
         return "answer"
     turn = facts["session"]["turns"][span["turn"]]
     reward = "" if turn["reward"] is None else f", reward {turn['reward']:g}"
-    calls = "; ".join(f"{one['name']}({one['arguments']}) = {one['result']}"[:MAX_COLUMN] for one in turn["calls"])
+    calls = "; ".join(f"{call['name']}({call['arguments']}) = {call['result']}"[:MAX_COLUMN] for call in turn["calls"])
     return f"turn {span['turn']}{reward}" + (f": {calls}" if calls else "")
 
 
@@ -236,10 +240,10 @@ def parse_question(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--images", type=Path, metavar="DIR", help="write the images of these answers to this folder")
     parser.add_argument("--tokenizer", metavar="PATH", help="default: the tokenizer in the configuration of the run")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    found = parser.parse_args(words)
-    if found.reason is not None and {found.episode, found.step, found.best, found.worst} != {None}:
+    question = parser.parse_args(words)
+    if question.reason is not None and {question.episode, question.step, question.best, question.worst} != {None}:
         parser.error("--reason selects rejected and failed episodes: not with --episode, --step, --best or --worst")
-    return found
+    return question
 
 
 def _count(text: str) -> int:
@@ -297,14 +301,14 @@ def _select(samples: Samples, question: argparse.Namespace) -> Iterable[Found]:
 
 def _trajectories(samples: Samples, records: Iterable[EpisodeRecord]) -> Iterator[Found]:
     for record in records:
-        found = samples.trajectories(record)
-        yield from ((record, sample) for sample in found or [None])
+        trajectories = samples.trajectories(record)
+        yield from ((record, sample) for sample in trajectories or [None])
 
 
-def _first_of_each_episode(found: Iterable[Found]) -> Iterator[Found]:
+def _first_of_each_episode(entries: Iterable[Found]) -> Iterator[Found]:
     """One answer of each episode: the answers to one row are often alike."""
     seen = set[int]()
-    for record, sample in found:
+    for record, sample in entries:
         if record.episode not in seen:
             seen.add(record.episode)
             yield record, sample
@@ -330,15 +334,15 @@ class Answers:
 def answers_of(question: argparse.Namespace, folder: Path) -> Answers:
     """The answers in the ledger `folder` to a parsed command line of `areal show`. Raises LedgerError."""
     run, samples = _Run(question), Samples.read(folder)
-    found = _select(samples, question)
+    selected = _select(samples, question)
     if question.grep is not None:
-        found = (
-            entry for entry in found if entry[1] and question.grep in run.tokenizer.decode(list(entry[1].token_ids))
+        selected = (
+            entry for entry in selected if entry[1] and question.grep in run.tokenizer.decode(list(entry[1].token_ids))
         )
     if question.best or question.worst:
-        found = _first_of_each_episode(found)
+        selected = _first_of_each_episode(selected)
     limit = _limit(question)
-    chosen = list(itertools.islice(found, None if limit is None else limit + 1))
+    chosen = list(itertools.islice(selected, None if limit is None else limit + 1))
     is_more, chosen = limit is not None and len(chosen) > limit, chosen[:limit]
     tokenizer, notice = _tokenizer_of(run) if any(sample for _, sample in chosen) else (None, "")
     shown = [
@@ -352,15 +356,15 @@ def answers_of(question: argparse.Namespace, folder: Path) -> Answers:
 def show(words: Sequence[str]) -> int:
     question = parse_question(words)
     folder = ledger_folder(question.run)
-    found = answers_of(question, folder)
-    if found.notice:
-        sys.stderr.write(f"areal: {found.notice}\n")
-    shown = found.samples
+    answers = answers_of(question, folder)
+    if answers.notice:
+        sys.stderr.write(f"areal: {answers.notice}\n")
+    shown = answers.samples
     if question.images is not None:
         _write_images(shown, ImageFiles(folder.parent / "images"), question.images)
     history = _history(folder, question)
     if question.json:
-        result = {"run": str(question.run), "samples": shown, "more": found.more} | (
+        result = {"run": str(question.run), "samples": shown, "more": answers.more} | (
             {"history": history} if history else {}
         )
         sys.stdout.write(orjson.dumps(result, option=orjson.OPT_INDENT_2, default=repr).decode() + "\n")
@@ -368,7 +372,7 @@ def show(words: Sequence[str]) -> int:
     lines = [*history, *itertools.chain.from_iterable(sample_lines(facts) for facts in shown)]
     if not shown:
         lines.append("no episode matches")
-    elif found.more and not (question.best or question.worst):
+    elif answers.more and not (question.best or question.worst):
         lines.append(f"there are more: --limit N prints more than {_limit(question)}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 0

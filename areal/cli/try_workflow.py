@@ -64,27 +64,27 @@ def remarks_on(
     trajectory: Trajectory, responses: Sequence[GenerationResponse], tokenizer: Tokenizer, end_ids: Collection[int]
 ) -> list[Remark]:
     """Warnings. `responses`: all answers of the episode; `end_ids`: the tokens that end one."""
-    found: list[Remark] = []
+    remarks: list[Remark] = []
     spans = spans_of(trajectory)
     generated = [response.output_ids for response in responses]
     for _, token_ids in (span for span in spans if span.trained):
         shown = repr(tokenizer.decode(token_ids))[:80]
         if not any(_contains(output, token_ids) for output in generated) and not _is_joined(token_ids, generated):
-            found.append(Remark("not_generated", f"the loss mask covers tokens that were not generated: {shown}"))
+            remarks.append(Remark("not_generated", f"the loss mask covers tokens that were not generated: {shown}"))
         again = tokenizer.encode(tokenizer.decode(token_ids), add_special_tokens=False)
         if again != token_ids:
             text = f"{shown} has {len(token_ids)} tokens, but its text encodes to {len(again)} others"
-            found.append(Remark("other_encoding", f"{text}: never encode the text of an answer again"))
+            remarks.append(Remark("other_encoding", f"{text}: never encode the text of an answer again"))
     trained = [span.token_ids for span in spans if span.trained]
     if trained and trained[-1][-1] not in end_ids:
         why = "" if trajectory.finished else " (a length limit cut it)"
-        found.append(Remark("no_end_token", f"the last answer does not end with an end token{why}"))
+        remarks.append(Remark("no_end_token", f"the last answer does not end with an end token{why}"))
     if not any(output and _contains(trajectory.token_ids, output) and trained for output in generated):
-        found.append(Remark("not_trained", "no answer of the policy is part of this trajectory"))
+        remarks.append(Remark("not_trained", "no answer of the policy is part of this trajectory"))
     if isinstance(trajectory.reward, bool) or not isinstance(trajectory.reward, int | float):
         kind = type(trajectory.reward).__name__
-        found.append(Remark("reward_type", f"the reward is {trajectory.reward!r}, a {kind}: return a float"))
-    return found
+        remarks.append(Remark("reward_type", f"the reward is {trajectory.reward!r}, a {kind}: return a float"))
+    return remarks
 
 
 def _contains(tokens: Sequence[int], part: Sequence[int]) -> bool:
@@ -175,7 +175,7 @@ async def run_episode(trial: Trial, engine: InferenceEngine) -> EpisodeReport:
             error = f"{failure} [{failure.code}]"
     end_ids = set(request_settings(trial.config.gconfig, trial.tokenizer).stop_token_ids)
     trajectories = [] if group is None else group.trajectories
-    remarks = [remarks_on(one, recorder.responses, trial.tokenizer, end_ids) for one in trajectories]
+    remarks = [remarks_on(trajectory, recorder.responses, trial.tokenizer, end_ids) for trajectory in trajectories]
     stats = logged.means() | ({} if group is None else group.stats)
     return EpisodeReport(row=trial.row, group=group, stats=stats, remarks=remarks, error=error)
 
@@ -222,20 +222,20 @@ def facts_of(report: EpisodeReport, tokenizer: Tokenizer) -> dict[str, Any]:
         "row": report.row,
         "trajectories": [
             {
-                "reward": one.reward,
-                "reward_parts": reward_parts(one.columns),
-                "finished": one.finished,
+                "reward": trajectory.reward,
+                "reward_parts": reward_parts(trajectory.columns),
+                "finished": trajectory.finished,
                 "spans": [
                     {
                         "trained": span.trained,
                         "num_tokens": len(span.token_ids),
                         "text": tokenizer.decode(span.token_ids),
                     }
-                    for span in spans_of(one)
+                    for span in spans_of(trajectory)
                 ],
                 "warnings": [remark._asdict() for remark in remarks],
             }
-            for one, remarks in zip(trajectories, report.remarks, strict=True)
+            for trajectory, remarks in zip(trajectories, report.remarks, strict=True)
         ],
         "stats": report.stats,
         "error": report.error,
@@ -246,15 +246,15 @@ def text_of(facts: dict[str, Any], *, color: bool) -> str:
     """The report for people. Trained tokens are green; without `color` they are between [[ and ]]."""
     begin, end = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
     lines: list[str] = []
-    for number, one in enumerate(facts["trajectories"]):
-        spans = one["spans"]
+    for number, trajectory in enumerate(facts["trajectories"]):
+        spans = trajectory["spans"]
         trained = sum(span["num_tokens"] for span in spans if span["trained"])
         total = sum(span["num_tokens"] for span in spans)
         lines.append(f"--- trajectory {number}: {total} tokens, {trained} trained")
         lines.append("".join(f"{begin}{span['text']}{end}" if span["trained"] else span["text"] for span in spans))
-        lines.append(f"reward: {one['reward']}")
-        lines += [f"  {name}: {value}" for name, value in one["reward_parts"].items()]
-        lines += [f"warning: {remark['text']} [{remark['code']}]" for remark in one["warnings"]]
+        lines.append(f"reward: {trajectory['reward']}")
+        lines += [f"  {name}: {value}" for name, value in trajectory["reward_parts"].items()]
+        lines += [f"warning: {remark['text']} [{remark['code']}]" for remark in trajectory["warnings"]]
     shown = [f"{name} {value:g}" for name, value in facts["stats"].items() if value]
     lines.append(f"statistics that are not 0: {', '.join(shown) or 'none'}")
     if facts["error"]:
@@ -283,18 +283,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _answers(given: argparse.Namespace) -> list[str]:
-    if given.answers is None:
-        return given.answer or []
+def _answers(args: argparse.Namespace) -> list[str]:
+    if args.answers is None:
+        return args.answer or []
     try:
-        text = given.answers.read_text(encoding="utf-8")
-        found = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
+        text = args.answers.read_text(encoding="utf-8")
+        answers = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--answers {given.answers}: {error}", code="config.unreadable_file") from error
-    if not found or not all(isinstance(one, str) for one in found):
-        message = f"--answers {given.answers}: it must contain at least one answer, as text"
+        raise ConfigError(f"--answers {args.answers}: {error}", code="config.unreadable_file") from error
+    if not answers or not all(isinstance(answer, str) for answer in answers):
+        message = f"--answers {args.answers}: it must contain at least one answer, as text"
         raise ConfigError(message, code="config.unreadable_file")
-    return found
+    return answers
 
 
 def config_without_optimizer(words: list[str]) -> BaseExperimentConfig:
@@ -319,18 +319,18 @@ async def _run(trial: Trial, answers: Sequence[str], config: PPOConfig) -> Episo
 
 
 def try_workflow(words: Sequence[str]) -> int:
-    given = _parser().parse_intermixed_args(words)
-    config = config_without_optimizer(["--config", given.config, *given.overrides])
+    args = _parser().parse_intermixed_args(words)
+    config = config_without_optimizer(["--config", args.config, *args.overrides])
     if not isinstance(config, PPOConfig):
-        raise ConfigError(f"{given.config}: this kind of training has no workflow", code="config.conflict")
-    answers = _answers(given)
+        raise ConfigError(f"{args.config}: this kind of training has no workflow", code="config.conflict")
+    answers = _answers(args)
     if config.actor.init_from_scratch and not answers:
         message = "actor.init_from_scratch: there are no weights to serve yet: give --answer TEXT"
         raise ConfigError(message, code="config.missing_requirement")
-    trial = Trial.of(replace(config, gconfig=replace(config.gconfig, n_samples=given.samples)), given.row)
+    trial = Trial.of(replace(config, gconfig=replace(config.gconfig, n_samples=args.samples)), args.row)
     report = asyncio.run(_run(trial, answers, config))
     facts = facts_of(report, trial.tokenizer)
     is_terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    text = json.dumps(facts, indent=1, default=str) if given.json else text_of(facts, color=is_terminal)
+    text = json.dumps(facts, indent=1, default=str) if args.json else text_of(facts, color=is_terminal)
     sys.stdout.write(text + "\n")
     return 0 if report.is_clean else 1

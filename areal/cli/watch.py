@@ -254,7 +254,9 @@ class Watched:
             curves=self._curves(),
             held_out=self._held_out(),
             evaluations=list(self._metrics.results.values()),
-            unscored=[f"{one.name}/reward: {one.text}" for one in self._metrics.results.values() if one.unscored],
+            unscored=[
+                f"{result.name}/reward: {result.text}" for result in self._metrics.results.values() if result.unscored
+            ],
             staleness=_staleness(rows),
             causes=causes_text(rows),
             planned=against_plan(self._plan, rows[-WINDOW:]),
@@ -307,16 +309,16 @@ class Watched:
         return status
 
     def _curves(self) -> dict[str, Curve]:
-        found = {name: [self._metrics.curve(key) for key in keys] for name, keys in CURVES.items()}
-        return {name: curves[0] for name, known in found.items() if (curves := [curve for curve in known if curve])}
+        curves_of = {name: [self._metrics.curve(key) for key in keys] for name, keys in CURVES.items()}
+        return {name: curves[0] for name, known in curves_of.items() if (curves := [curve for curve in known if curve])}
 
     def _held_out(self) -> dict[str, Curve]:
-        found: dict[str, Curve] = {}
+        held_out: dict[str, Curve] = {}
         for key in self._metrics.points:
             match, curve = _EVALUATION.fullmatch(key), self._metrics.curve(key)
             if match and curve:
-                found[match[1] or match[2]] = curve
-        return found
+                held_out[match[1] or match[2]] = curve
+        return held_out
 
 
 def _service(journal: Path) -> WatchedService | None:
@@ -358,10 +360,10 @@ def _model(model: Model, user: str) -> WatchedModel:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _newer(summary: Path, plan: Path) -> dict[str, Any]:
@@ -379,8 +381,8 @@ def _step_s(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 def _tokens_per_s(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """Mean of the newest steps. In the last ones less is generated, because no batch needs more."""
-    found = [row[_SPEED] for row in rows if _SPEED in row]
-    return fmean(found) if found else None
+    speeds = [row[_SPEED] for row in rows if _SPEED in row]
+    return fmean(speeds) if speeds else None
 
 
 def _staleness(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -496,26 +498,26 @@ _MAX_TEXT = 160
 _WIDE = 100  # Columns from which on panels are next to each other.
 
 
-def view(found: RunView, width: int) -> RenderableType:
-    parts: list[RenderableType] = [_head(found)]
-    parts += _training(found, width) if found.service is None else [_panel("tenants", _tenants(found.service))]
-    if problems := _problems(found):
+def view(seen: RunView, width: int) -> RenderableType:
+    parts: list[RenderableType] = [_head(seen)]
+    parts += _training(seen, width) if seen.service is None else [_panel("tenants", _tenants(seen.service))]
+    if problems := _problems(seen):
         parts.append(Panel(problems, title="failures and alarms", title_align="left", border_style="red"))
-    if found.samples:
-        parts.append(_panel(f"samples of step {found.samples_step}", _sample_texts(found)))
-    parts.append(_panel("processes", _processes(found.processes)))
+    if seen.samples:
+        parts.append(_panel(f"samples of step {seen.samples_step}", _sample_texts(seen)))
+    parts.append(_panel("processes", _processes(seen.processes)))
     return Group(*parts)
 
 
-def _training(found: RunView, width: int) -> Sequence[RenderableType]:
+def _training(seen: RunView, width: int) -> Sequence[RenderableType]:
     half = width // 2 - 4 if width >= _WIDE else width - 4
-    main = {name: found.curves[name] for name in ("reward", "loss") if name in found.curves}
-    rest = {name: curve for name, curve in found.curves.items() if name not in main}
+    main = {name: seen.curves[name] for name in ("reward", "loss") if name in seen.curves}
+    rest = {name: curve for name, curve in seen.curves.items() if name not in main}
     title = "reward and held-out sets" if "reward" in main else "loss"
-    left, right = _chart(main | found.held_out, half), _curves(rest | found.held_out, half)
-    times = _panel(f"time of a step, mean of the last {WINDOW} steps", _times(found))
+    left, right = _chart(main | seen.held_out, half), _curves(rest | seen.held_out, half)
+    times = _panel(f"time of a step, mean of the last {WINDOW} steps", _times(seen))
     curves = [_panel(title, left), _panel("curves", right)]
-    return _row(curves, width), _row([times, _panel("episodes", _episodes(found))], width)
+    return _row(curves, width), _row([times, _panel("episodes", _episodes(seen))], width)
 
 
 def _panel(title: str, body: RenderableType) -> Panel:
@@ -532,27 +534,27 @@ def _row(panels: Sequence[Panel], width: int) -> RenderableType:
     return grid
 
 
-def _head(found: RunView) -> Text:
+def _head(seen: RunView) -> Text:
     text = Text(overflow="fold")
-    text.append("/".join(Path(found.run).parts[-2:]), style="bold")
-    text.append(f"  {found.state}", style=f"bold {_STATES.get(found.state, 'white')}")
-    share = min(1.0, found.step / found.total_steps) if found.total_steps else 0.0
+    text.append("/".join(Path(seen.run).parts[-2:]), style="bold")
+    text.append(f"  {seen.state}", style=f"bold {_STATES.get(seen.state, 'white')}")
+    share = min(1.0, seen.step / seen.total_steps) if seen.total_steps else 0.0
     filled = round(share * _BAR)
-    if found.service is None:
+    if seen.service is None:
         text.append(f"  {'━' * filled}", style="cyan").append("━" * (_BAR - filled), style="bright_black")
-        text.append(f" step {found.step}/{found.total_steps or '?'}")
+        text.append(f" step {seen.step}/{seen.total_steps or '?'}")
     for name, value in (
-        ("ETA ", _duration(found.eta_s)),
-        ("", None if found.step_s is None else f"{found.step_s:.3g} s/step"),
-        ("", None if found.tokens_per_s is None else f"{found.tokens_per_s:,.0f} tokens/s"),
-        ("trained for ", _duration(found.elapsed_s)),
+        ("ETA ", _duration(seen.eta_s)),
+        ("", None if seen.step_s is None else f"{seen.step_s:.3g} s/step"),
+        ("", None if seen.tokens_per_s is None else f"{seen.tokens_per_s:,.0f} tokens/s"),
+        ("trained for ", _duration(seen.elapsed_s)),
     ):
         if value is not None:
             text.append(f"  {name}{value}")
-    if found.cause:
-        text.append(f"\n{safe(found.cause)}", style="red")
-    if found.waiting_for:
-        text.append(f"\nwaits for {safe(found.waiting_for)}", style="bright_black")
+    if seen.cause:
+        text.append(f"\n{safe(seen.cause)}", style="red")
+    if seen.waiting_for:
+        text.append(f"\nwaits for {safe(seen.waiting_for)}", style="bright_black")
     return text
 
 
@@ -624,53 +626,53 @@ def _shares(rows: Sequence[tuple[str, float, str]]) -> Table:
     return table
 
 
-def _times(found: RunView) -> RenderableType:
-    total = sum(found.seconds_by_phase.values()) or 1.0
+def _times(seen: RunView) -> RenderableType:
+    total = sum(seen.seconds_by_phase.values()) or 1.0
     phases = [
         (name, spent / total, f"{spent:.3g} s")
-        for name, spent in found.seconds_by_phase.items()
+        for name, spent in seen.seconds_by_phase.items()
         if spent >= _MIN_SHARE * total
     ]
-    waits = [(name, share, f"{share:.0%}") for name, share in found.waits.items()]
+    waits = [(name, share, f"{share:.0%}") for name, share in seen.waits.items()]
     parts: list[RenderableType] = [_shares(phases)] if phases else [Text("no train step yet", style="bright_black")]
     if waits:
         parts += [Text(f"\nwho waits for whom, last {WINDOW} steps", style="bold"), _shares(waits)]
-    if found.planned:
+    if seen.planned:
         parts.append(Text(f"\nthe plan, and the last {WINDOW} steps", style="bold"))
-        parts += [Text(figure_text(one)) for one in found.planned]
+        parts += [Text(figure_text(figure)) for figure in seen.planned]
     return Group(*parts)
 
 
-def _episodes(found: RunView) -> RenderableType:
+def _episodes(seen: RunView) -> RenderableType:
     names = ("running", "waiting", "consumed", "rejected", "failed")
-    counts = ", ".join(f"{found.episodes[name]} {name}" for name in names if name in found.episodes)
+    counts = ", ".join(f"{seen.episodes[name]} {name}" for name in names if name in seen.episodes)
     parts: list[RenderableType] = [Text(counts or "no rollouts")]
-    reasons: Mapping[str, int] = found.episodes.get("reasons", {})
+    reasons: Mapping[str, int] = seen.episodes.get("reasons", {})
     for reason, count in sorted(reasons.items(), key=lambda pair: -pair[1])[:4]:
         parts.append(Text(f"  {count} {safe(reason)}", style="yellow", no_wrap=True, overflow="ellipsis"))
-    if found.staleness:
-        rows = [(name, share, f"{share:.0%} of the tokens") for name, share in found.staleness.items()]
+    if seen.staleness:
+        rows = [(name, share, f"{share:.0%} of the tokens") for name, share in seen.staleness.items()]
         parts += [Text(f"\nstaleness in policy versions, last {WINDOW} steps", style="bold"), _shares(rows)]
-    if found.causes:
-        parts.append(Text(found.causes))
-    if found.setpoint:
-        parts.append(Text(setpoint_text(found.setpoint)))
+    if seen.causes:
+        parts.append(Text(seen.causes))
+    if seen.setpoint:
+        parts.append(Text(setpoint_text(seen.setpoint)))
     return Group(*parts)
 
 
-def _problems(found: RunView) -> Text:
-    lines = [f"first failure: {safe(found.first_failure)}"] if found.first_failure else []
-    lines += [f"{name} was restarted: {safe(cause)}" for name, causes in found.restarts.items() for cause in causes]
-    lines += found.unscored
-    lines += [alarms_text(group) for group in by_meaning(found.alarms)[-3:]]
+def _problems(seen: RunView) -> Text:
+    lines = [f"first failure: {safe(seen.first_failure)}"] if seen.first_failure else []
+    lines += [f"{name} was restarted: {safe(cause)}" for name, causes in seen.restarts.items() for cause in causes]
+    lines += seen.unscored
+    lines += [alarms_text(group) for group in by_meaning(seen.alarms)[-3:]]
     return Text("\n".join(lines))
 
 
-def _sample_texts(found: RunView) -> RenderableType:
+def _sample_texts(seen: RunView) -> RenderableType:
     table = Table(box=None, expand=True, padding=(0, 1), header_style="bright_black")
     for name, ratio in (("reward", None), ("prompt", 1), ("answer", 2), ("end", None)):
         table.add_column(name, ratio=ratio, no_wrap=ratio is None)
-    for row in found.samples:
+    for row in seen.samples:
         parts = "".join(f"\n{name} {score:g}" for name, score in row["reward_parts"].items())
         end = f"{row['stop_reason']}, {row['num_generated']} tokens"
         table.add_row(f"{row['reward']:g}{parts}", _short(row["prompt"]), _short(row["answer"]), end)
@@ -687,10 +689,10 @@ def _tenants(service: WatchedService) -> RenderableType:
     table = Table(box=None, expand=True, padding=(0, 1), header_style="bright_black")
     for name in ("user", "model", "rank", "steps", "answered", "failed", "waiting"):
         table.add_column(name, overflow="ellipsis" if name == "model" else "fold")
-    for one in service.models:
-        waiting = f"{one.waiting}" if one.missing is None else f"{one.waiting} for request {one.missing}"
-        numbers = (one.rank, one.steps, one.answered, one.failed)
-        table.add_row(safe(one.user), safe(one.model), *("?" if n is None else str(n) for n in numbers), waiting)
+    for model in service.models:
+        waiting = f"{model.waiting}" if model.missing is None else f"{model.waiting} for request {model.missing}"
+        numbers = (model.rank, model.steps, model.answered, model.failed)
+        table.add_row(safe(model.user), safe(model.model), *("?" if n is None else str(n) for n in numbers), waiting)
     counts = f"{service.sessions} sessions, {service.samplers} samplers, {service.saved_weights} saved weights"
     return Group(Text(counts), table)
 
@@ -700,11 +702,13 @@ def _processes(processes: Sequence[WatchedProcess]) -> Table:
     for name in ("node", "process", "device", "memory", "heartbeat"):
         table.add_column(name, no_wrap=True)
     table.add_column("does", ratio=1, no_wrap=True, overflow="ellipsis")
-    for node, group in itertools.groupby(sorted(processes, key=lambda one: one.node), key=lambda one: one.node):
-        for place, one in enumerate(group):
-            memory = "" if one.memory_gib is None else f"{one.memory_gib:.2f} GiB"
-            silent = "none" if one.silent_s is None else f"{one.silent_s:.0f} s ago"
-            table.add_row("" if place else node, one.name, one.device, memory, silent, safe(one.doing))
+    for node, group in itertools.groupby(
+        sorted(processes, key=lambda process: process.node), key=lambda process: process.node
+    ):
+        for place, process in enumerate(group):
+            memory = "" if process.memory_gib is None else f"{process.memory_gib:.2f} GiB"
+            silent = "none" if process.silent_s is None else f"{process.silent_s:.0f} s ago"
+            table.add_row("" if place else node, process.name, process.device, memory, silent, safe(process.doing))
     return table
 
 
@@ -722,33 +726,33 @@ def watch(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the facts once as JSON")
     parser.add_argument("--web", action="store_true", help="serve a page for a browser on this machine")
     parser.add_argument("--port", type=_port, metavar="N", help="of the page (default: any free one)")
-    given = parser.parse_args(words)
-    if given.port is not None and not given.web:
+    args = parser.parse_args(words)
+    if args.port is not None and not args.web:
         parser.error("--port is that of the page: add --web")
-    if given.web and (given.json or given.once):
+    if args.web and (args.json or args.once):
         parser.error("--web serves a page until Ctrl-C: not with --json or --once")
-    watched = Watched(given.run)
-    if given.web:
+    watched = Watched(args.run)
+    if args.web:
         from areal.cli.page_server import serve_page
 
-        return serve_page(given.run.absolute(), port=given.port or 0, interval_s=given.interval)
-    found = watched.look()
-    if given.json:
-        sys.stdout.write(orjson.dumps(dataclasses.asdict(found)).decode() + "\n")
+        return serve_page(args.run.absolute(), port=args.port or 0, interval_s=args.interval)
+    seen = watched.look()
+    if args.json:
+        sys.stdout.write(orjson.dumps(dataclasses.asdict(seen)).decode() + "\n")
         return 0
     console = Console()
-    if given.once or not console.is_terminal or found.state != "running":
-        console.print(view(found, console.width))
+    if args.once or not console.is_terminal or seen.state != "running":
+        console.print(view(seen, console.width))
         return 0
     try:
-        with Live(view(found, console.width), console=console, auto_refresh=False, screen=True) as live:
-            while found.state == "running":
-                time.sleep(given.interval)
-                found = watched.look()
-                live.update(view(found, console.width), refresh=True)
+        with Live(view(seen, console.width), console=console, auto_refresh=False, screen=True) as live:
+            while seen.state == "running":
+                time.sleep(args.interval)
+                seen = watched.look()
+                live.update(view(seen, console.width), refresh=True)
     except KeyboardInterrupt:
         pass
-    console.print(view(found, console.width))
+    console.print(view(seen, console.width))
     return 0
 
 

@@ -58,8 +58,8 @@ class Partition:
     def parts(self) -> list[list[int]]:
         """The result, once all are merged."""
         lists = [indices for _, _, indices in self._heap[0][2]] if self._heap else [[index] for index in self._single]
-        found = sorted(map(sorted, lists))
-        return found + [[] for _ in range(self._num_parts - len(found))]
+        filled = sorted(map(sorted, lists))
+        return filled + [[] for _ in range(self._num_parts - len(filled))]
 
 
 def _join(parts: list[_Part], others: list[_Part], num_parts: int) -> None:

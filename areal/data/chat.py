@@ -155,11 +155,11 @@ def encode_prompt(
     messages never becomes a control token. `tools`: JSON schemas that the template shows to the model; None = those of
     the row. `images`: how the model takes the images of the row. Raises InputError.
     """
-    found: tuple[RowImage, ...] = ()
+    row_images: tuple[RowImage, ...] = ()
     if "messages" in row:
         row = {**row, "messages": checked_messages(row["messages"])}
     if images is not None:
-        row, found = images.placed(row)
+        row, row_images = images.placed(row)
     if "messages" in row:
         template = dialogue_template(tokenizer, TemplateScenario(enable_thinking=enable_thinking))
         shown = tools_of(row) if tools is None else tools
@@ -177,13 +177,15 @@ def encode_prompt(
     if not ids:
         message = f"the prompt of a row is empty (row with columns {sorted(row)}): drop such rows with a map_fn"
         raise InputError(message, code="data.invalid_column")
-    return EncodedPrompt(text, packed_ids(ids if images is None else images.expanded(ids, found)), found)
+    return EncodedPrompt(text, packed_ids(ids if images is None else images.expanded(ids, row_images)), row_images)
 
 
 def has_images(row: dict[str, Any], image_key: str) -> bool:
     """Whether a row has images: in its column of images, or as a part of a message."""
     columns = (row.get(name) for name in ("messages", "prompt", "chosen", "rejected"))
-    messages = (one for column in columns if isinstance(column, list) for one in column if isinstance(one, dict))
+    messages = (
+        message for column in columns if isinstance(column, list) for message in column if isinstance(message, dict)
+    )
     contents = (message.get("content") for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
     return bool(row.get(image_key)) or any(part.get("type") in ("image", "image_url") for part in parts)

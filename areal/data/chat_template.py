@@ -237,10 +237,10 @@ def split_tail(
         return BridgeGap(reason="hidden", detail="the template does not show the answer")
     position += len(mark)
     if stops:
-        found = [place for stop in stops if (place := after.find(stop, position)) >= 0]
-        if not found:
+        places = [place for stop in stops if (place := after.find(stop, position)) >= 0]
+        if not places:
             return BridgeGap(reason="no_stop", detail=f"no end token of {list(stops)} follows the answer")
-        position = min(found)
+        position = min(places)
     return AnswerTail(text=after[position:], edit=_edit(before, after, answer, mark))
 
 
@@ -544,8 +544,8 @@ def _stops(template: ChatTemplate, declared: Sequence[str], *, with_calls: bool)
             continue
         for special in (True, False):
             controls = [text for text in control_texts(template.tokenizer, special=special) if text not in inside]
-            if (found := _first_of(end, controls)) is not None:
-                stops.append(found)
+            if (first := _first_of(end, controls)) is not None:
+                stops.append(first)
                 break
     return tuple(stops)
 
@@ -667,12 +667,12 @@ class DialogueTemplate:
         edits the history."""
         marks = self.spans.marks_for(history, new_messages, tools)
         old, new, shown = (self.spans.marked(part, marks) for part in (history, new_messages, tools))
-        found = answer_tail(self.template, old, new, shown, stops=self.facts.stops)
-        if isinstance(found, BridgeGap):
-            return found
-        if found.edit is not None and not may_edit:
-            return found.edit
-        token_ids = self.spans.encode(found.text, marks)
+        tail = answer_tail(self.template, old, new, shown, stops=self.facts.stops)
+        if isinstance(tail, BridgeGap):
+            return tail
+        if tail.edit is not None and not may_edit:
+            return tail.edit
+        token_ids = self.spans.encode(tail.text, marks)
         if token_ids[0] not in self.stop_token_ids:  # text of a message that looks like an end token
             return BridgeGap(reason="no_stop", detail="no end token follows the answer")
         return token_ids
@@ -693,19 +693,19 @@ class DialogueTemplate:
         template = self.template if following is None else self._by_thinking[following.thinks]
         marks = self.spans.marks_for(history, new_messages, tools)
         old, new, shown = (self.spans.marked(part, marks) for part in (history, new_messages, tools))
-        found = answer_tail(template, old, new, shown, stops=self.facts.stops)
-        if isinstance(found, BridgeGap) and found.reason == "no_stop" and not history[-1].get("tool_calls"):
-            found = answer_tail(template, old, new, shown)
-        if isinstance(found, BridgeGap):
-            message = f"the chat template supports no further turns: {found.detail}"
+        tail = answer_tail(template, old, new, shown, stops=self.facts.stops)
+        if isinstance(tail, BridgeGap) and tail.reason == "no_stop" and not history[-1].get("tool_calls"):
+            tail = answer_tail(template, old, new, shown)
+        if isinstance(tail, BridgeGap):
+            message = f"the chat template supports no further turns: {tail.detail}"
             raise InputError(message, code="data.chat_template")
-        end = len(found.text) - (0 if following is None else following.num_cut)
-        return self.spans.encode(found.text[:end], marks, is_inner=True)
+        end = len(tail.text) - (0 if following is None else following.num_cut)
+        return self.spans.encode(tail.text[:end], marks, is_inner=True)
 
     def require_shown(self, messages: Sequence[Message], tools: Sequence[Message]) -> None:
         """InputError when the template leaves out calls of the messages, or the tools."""
         facts = self._facts
-        if facts is not None and not facts.takes_tools and any(one.get("tool_calls") for one in messages):
+        if facts is not None and not facts.takes_tools and any(message.get("tool_calls") for message in messages):
             message = f"the chat template shows no tool calls: {facts.refusal}; drop such rows with a map_fn"
             raise InputError(message, code="data.template_refused")
         if tools and self.template.render(messages, tools) == self.template.render(messages):
@@ -722,14 +722,14 @@ class DialogueTemplate:
         """
         messages = [*messages[:-1], self._with_reasoning(messages[-1])]
         marks = self.spans.marks_for(messages, tools)
-        found = self._split(self.spans.marked(messages, marks), self.spans.marked(tools, marks))
-        prompt = found.prompt[: len(found.prompt) - found.num_cut] if with_prompt else ""
+        split = self._split(self.spans.marked(messages, marks), self.spans.marked(tools, marks))
+        prompt = split.prompt[: len(split.prompt) - split.num_cut] if with_prompt else ""
         return Answered(
             prompt_ids=self.spans.encode(prompt, marks),
-            answer_ids=self.spans.encode(found.answer, marks, is_inner=True) if found.answer else [],
-            end_id=self._stops[found.end][0],
-            thinks=found.thinks,
-            num_cut=found.num_cut,
+            answer_ids=self.spans.encode(split.answer, marks, is_inner=True) if split.answer else [],
+            end_id=self._stops[split.end][0],
+            thinks=split.thinks,
+            num_cut=split.num_cut,
         )
 
     def _with_reasoning(self, answer: Message) -> Message:
@@ -850,8 +850,8 @@ def _made(tokenizer: Tokenizer, template: str, scenario: TemplateScenario, today
 
 def stop_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """The tokens that end an answer: the end token of the tokenizer, and those of the chat template, if it has one."""
-    own = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
-    return own | dialogue_template(tokenizer).stop_token_ids if tokenizer.chat_template else own
+    end_ids = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+    return end_ids | dialogue_template(tokenizer).stop_token_ids if tokenizer.chat_template else end_ids
 
 
 @functools.lru_cache(maxsize=32)

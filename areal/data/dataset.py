@@ -130,10 +130,10 @@ def load_rows(
     curriculum = config.curriculum if isinstance(config, TrainDatasetConfig) else ""
     if first is not None and len(config.paths) == 1 and not curriculum:
         with suppress(InputError):
-            rows = _of_all(config, lambda one: _short_rows(one, default_split, tokenizer, images, first + _MORE_ROWS))
+            rows = _of_all(config, lambda part: _short_rows(part, default_split, tokenizer, images, first + _MORE_ROWS))
             if len(rows) >= first:
                 return rows
-    rows = _of_all(config, lambda one: _short_rows(one, default_split, tokenizer, images))
+    rows = _of_all(config, lambda part: _short_rows(part, default_split, tokenizer, images))
     return _in_order_of(curriculum, rows) if curriculum else rows
 
 
@@ -190,7 +190,7 @@ def load_sft_rows(
 ) -> list[EncodedRow]:
     """Load the encoded rows of a dataset of type sft, at most max_length tokens each. Raises InputError."""
     encode = partial(encode_sft_row, tokenizer=tokenizer, train_on=train_on, images=images, image_key=image_key)
-    return _of_all(config, lambda one: _encoded(one, default_split, encode))
+    return _of_all(config, lambda part: _encoded(part, default_split, encode))
 
 
 def load_pairs(
@@ -203,7 +203,7 @@ def load_pairs(
 ) -> list[EncodedPair]:
     """Load the encoded pairs of a dataset of type rw, at most max_length tokens per side. Raises InputError."""
     encode = partial(encode_pair, tokenizer=tokenizer, use_margin=use_margin, image_key=image_key)
-    return _of_all(config, lambda one: _encoded(one, default_split, encode))
+    return _of_all(config, lambda part: _encoded(part, default_split, encode))
 
 
 def gsm8k_row(row: Row) -> Row:
@@ -360,10 +360,10 @@ def _renamed(row: Row, config: DatasetConfig, index: int) -> Row:
 
 def _without_long_texts(rows: list[Row], config: DatasetConfig) -> list[Row]:
     """Drop rows above max_characters where longer rows are dropped anyway; else raise InputError."""
-    found = [size_problem(row, config.max_characters) for row in rows]
+    problems = [size_problem(row, config.max_characters) for row in rows]
     if config.max_length is None or config.truncation != "drop":
-        require_usable(found, str(config.path))
-    return [row for row, problem in zip(rows, found, strict=True) if problem is None]
+        require_usable(problems, str(config.path))
+    return [row for row, problem in zip(rows, problems, strict=True) if problem is None]
 
 
 @contextmanager

@@ -112,12 +112,12 @@ def _tiles(height: int, width: int, side: int, most: int) -> tuple[int, int]:
     Of equal proportions those with more tiles, while the image has more than half of their pixels (InternVL).
     """
     places = range(1, most + 1)
-    grids = sorted(((x, y) for x in places for y in places if x * y <= most), key=lambda one: one[0] * one[1])
+    grids = sorted(((x, y) for x in places for y in places if x * y <= most), key=lambda grid: grid[0] * grid[1])
     best, distance = (1, 1), math.inf
     for columns, rows in grids:
-        found = abs(width / height - columns / rows)
-        if found < distance or (found == distance and 2 * width * height > side * side * columns * rows):
-            best, distance = (columns, rows), found
+        difference = abs(width / height - columns / rows)
+        if difference < distance or (difference == distance and 2 * width * height > side * side * columns * rows):
+            best, distance = (columns, rows), difference
     return best
 
 
@@ -324,10 +324,10 @@ class ImageFiles:
 
     def delete_incomplete(self) -> int:
         """Delete what writers left that were killed; returns their number. Call it while no other process writes."""
-        found = list(self.folder.glob("*/.*.tmp"))
-        for path in found:
+        unfinished = list(self.folder.glob("*/.*.tmp"))
+        for path in unfinished:
             path.unlink(missing_ok=True)
-        return len(found)
+        return len(unfinished)
 
 
 class MemoryImages:
@@ -397,7 +397,7 @@ class RunImages:
         """`collapsed` for a server that writes `around` itself. RequestError for an image without these tokens."""
         ids, place = self.collapsed(input_ids, images), self.layout.image_token_id
         before, after = map(list, self.around)
-        found: list[int] = []
+        bare_ids: list[int] = []
         start = 0
         for _ in images:
             first = ids.index(place, start)
@@ -405,9 +405,9 @@ class RunImages:
             if ids[max(start, first - len(before)) : first] != before or ids[first + 1 : end] != after:
                 text = f"an image of {self.layout.family} must be between the tokens {before} and {after}"
                 raise RequestError(text, code="data.image_tokens")
-            found += [*ids[start : first - len(before)], place]
+            bare_ids += [*ids[start : first - len(before)], place]
             start = end
-        return found + ids[start:]
+        return bare_ids + ids[start:]
 
     def url(self, image: ImageRef) -> str:
         """The file of an image as a data URL. Raises InputError when it is missing or has changed."""

@@ -101,8 +101,8 @@ class PromptImages:
         return row | ({self._options.image_key: [data_url(png) for png, _ in files]} if sources else {})
 
     def _column(self, row: Row) -> list[Any]:
-        given = row.get(self._options.image_key)
-        return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+        value = row.get(self._options.image_key)
+        return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
     def placed(self, row: Row) -> tuple[Row, tuple[RowImage, ...]]:
         """The row with the places of its images as the chat template takes them, and the images in this order.
@@ -113,18 +113,18 @@ class PromptImages:
         """
         column = self._column(row)
         if "messages" in row:
-            messages, found = self._in_messages(row["messages"], column)
+            messages, sources = self._in_messages(row["messages"], column)
             changed = {**row, "messages": messages}
         else:
             text = str(row.get("prompt", ""))
             pieces = [self._escaped(piece) for piece in text.split(MARK)]
             if len(pieces) == 1:
                 pieces = [*[""] * len(column), *pieces]
-            found, changed = _paired([None] * (len(pieces) - 1), column), {**row, "prompt": self._mark.join(pieces)}
-        if len(found) > self._options.max_images:
-            text = f"a row has {len(found)} images, and vision.max_images={self._options.max_images}"
+            sources, changed = _paired([None] * (len(pieces) - 1), column), {**row, "prompt": self._mark.join(pieces)}
+        if len(sources) > self._options.max_images:
+            text = f"a row has {len(sources)} images, and vision.max_images={self._options.max_images}"
             raise InputError(f"{text}: raise it, or drop such rows with a map_fn", code="data.too_many_images")
-        return changed, tuple(self._row_image(source) for source in found)
+        return changed, tuple(self._row_image(source) for source in sources)
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[RowImage]) -> list[int]:
         """Token ids with the placeholders of the images, of ids with one for each."""

@@ -44,8 +44,8 @@ class SessionView:
         bool values stay bool.
         """
         inside = self.batch.loss_mask
-        found = values.new_zeros(size, *values.shape[1:])
-        return found.index_copy(0, self.positions[inside], values[inside])
+        result = values.new_zeros(size, *values.shape[1:])
+        return result.index_copy(0, self.positions[inside], values[inside])
 
 
 def session_view(batch: TrainBatch) -> SessionView | None:

@@ -47,20 +47,20 @@ class SortedRows:
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if len(self._filled(middle)) <= count else (middle + 1, high)
-        found = [sorted(part) for part in self._filled(high)]
-        return found + [[] for _ in range(count - len(found))]
+        filled = [sorted(part) for part in self._filled(high)]
+        return filled + [[] for _ in range(count - len(filled))]
 
     def _filled(self, max_tokens: int) -> list[list[int]]:
-        found: list[list[int]] = []
+        filled: list[list[int]] = []
         room = 0
         for row, shared in zip(self.order.tolist(), self.shared.tolist(), strict=True):
             length = int(self.lengths[row])
-            if not found or length - shared > room or length > max_tokens:
-                found.append([])
+            if not filled or length - shared > room or length > max_tokens:
+                filled.append([])
                 shared, room = 0, max_tokens
-            found[-1].append(row)
+            filled[-1].append(row)
             room -= length - shared
-        return found
+        return filled
 
 
 def sorted_rows(keys: np.ndarray, bounds: np.ndarray) -> SortedRows:
@@ -116,12 +116,12 @@ def prefix_tree(rows: SortedRows, bounds: np.ndarray) -> PrefixTree:
     is_leaf = np.append(shared[1:] < lengths[:-1], True)  # others are the beginning of the next one
     leaves = np.flatnonzero(is_leaf)
     previous = np.concatenate([[-1], leaves[:-1]])
-    own = np.minimum.reduceat(shared, previous + 1)
-    tops = [*np.flatnonzero(own == 0).tolist(), len(leaves)]
+    common = np.minimum.reduceat(shared, previous + 1)
+    tops = [*np.flatnonzero(common == 0).tolist(), len(leaves)]
     branches: list[Branch] = []
     paths: dict[int, np.ndarray] = {}
     for first, end in pairwise(tops):
-        _grow(branches, paths, order[leaves[first:end]], lengths[leaves[first:end]], own[first:end])
+        _grow(branches, paths, order[leaves[first:end]], lengths[leaves[first:end]], common[first:end])
     places = np.empty(int(bounds[-1]), dtype=np.int64)
     leaf_of = leaves[np.cumsum(is_leaf) - is_leaf]
     for number, leaf in zip(order.tolist(), order[leaf_of].tolist(), strict=True):

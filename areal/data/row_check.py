@@ -77,11 +77,11 @@ def size_problem(row: Row, limit: int | None) -> RowProblem | None:
     return None
 
 
-def require_usable(found: Iterable[RowProblem | None], place: str) -> None:
+def require_usable(row_problems: Iterable[RowProblem | None], place: str) -> None:
     """Raise InputError that counts and names the rows with a problem. `found`: of every row, in order."""
     problems: list[tuple[int, RowProblem]] = []
     num_rows = 0
-    for index, problem in enumerate(found):
+    for index, problem in enumerate(row_problems):
         num_rows += 1
         if problem is not None:
             problems.append((index, problem))
@@ -131,13 +131,13 @@ def _problem_of_file(path: Path, data: DatasetConfig, kind: str) -> str:
     kind = "" if data.map_fn or data.columns else kind
     limit = None if data.map_fn else data.max_characters
     if path.suffix == ".jsonl":
-        found = (_line_problem(line, kind, limit) for line in _first_lines(path))
+        problems = (_line_problem(line, kind, limit) for line in _first_lines(path))
     elif path.stat().st_size <= MAX_FILE_BYTES:
-        found = (_row_problem(row, kind, limit) for row in READERS[path.suffix](path))
+        problems = (_row_problem(row, kind, limit) for row in READERS[path.suffix](path))
     else:
         return ""
     try:
-        require_usable(found, str(path))
+        require_usable(problems, str(path))
     except (InputError, ConfigError) as error:
         return str(error)
     return ""

@@ -162,7 +162,7 @@ def dataset_files(path: str) -> list[Path]:
     name = os.path.expanduser(path)
     if is_environment_path(path) or not glob.has_magic(name) or Path(name).exists():
         return [Path(name)]
-    return [Path(found) for found in sorted(glob.glob(name, recursive=True)) if Path(found).suffix in READERS]
+    return [Path(file) for file in sorted(glob.glob(name, recursive=True)) if Path(file).suffix in READERS]
 
 
 def object_row(row: Any, place: str) -> Row:

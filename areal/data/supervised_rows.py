@@ -69,10 +69,10 @@ def encode_sft_row(
             text = f"a row has images (column {image_key!r}, or a part of a message), and the model takes text alone"
             raise InputError(f"{text}: drop them, or train a vision-language model", code="model.image_processor")
         return _encoded(row, tokenizer, train_on)
-    placed, found = images.placed(row)
-    one = _encoded(placed, tokenizer, train_on)
-    mask = images.expanded_mask(one.token_ids, one.loss_mask, found)
-    return EncodedRow(token_ids=images.expanded(one.token_ids, found), loss_mask=mask, images=found)
+    placed, row_images = images.placed(row)
+    encoded = _encoded(placed, tokenizer, train_on)
+    mask = images.expanded_mask(encoded.token_ids, encoded.loss_mask, row_images)
+    return EncodedRow(token_ids=images.expanded(encoded.token_ids, row_images), loss_mask=mask, images=row_images)
 
 
 def _encoded(row: dict[str, Any], tokenizer: Tokenizer, train_on: str) -> EncodedRow:
@@ -136,7 +136,7 @@ def _dialogue(
     of the user is context.
     """
     asked = next((place for place, message in enumerate(messages) if message["role"] == "user"), 0)
-    places = [place for place, one in enumerate(messages) if one["role"] == "assistant" and place > asked]
+    places = [place for place, message in enumerate(messages) if message["role"] == "assistant" and place > asked]
     if not places:
         message = "a dialogue has an answer and nothing before it: begin it with a message of the user"
         raise InputError(message, code="data.invalid_column")
@@ -145,16 +145,16 @@ def _dialogue(
     token_ids, loss_mask = list[int](), list[int]()
     before = 0  # The messages that `token_ids` have.
     for place in places:
-        found = template.answered(messages[: place + 1], tools, with_prompt=not token_ids)
-        fixed = found.prompt_ids
+        answered = template.answered(messages[: place + 1], tools, with_prompt=not token_ids)
+        fixed = answered.prompt_ids
         if token_ids:
-            fixed = template.after(messages[:before], messages[before:place], tools, following=found)
+            fixed = template.after(messages[:before], messages[before:place], tools, following=answered)
             if token_ids[-1] in template.stop_token_ids and fixed[0] != token_ids[-1]:
                 token_ids, loss_mask = token_ids[:-1], loss_mask[:-1]  # another end inside the dialogue
             elif token_ids[-1] == fixed[0]:
                 fixed = fixed[1:]
-        token_ids += [*fixed, *found.answer_ids, found.end_id]
-        loss_mask += [*[0] * len(fixed), *[1] * (len(found.answer_ids) + 1)]
+        token_ids += [*fixed, *answered.answer_ids, answered.end_id]
+        loss_mask += [*[0] * len(fixed), *[1] * (len(answered.answer_ids) + 1)]
         before = place + 1
     return EncodedRow(token_ids=token_ids, loss_mask=loss_mask)
 
@@ -234,10 +234,10 @@ def encode_pair(
 
 def _side(row: dict[str, Any], name: str, tokenizer: Tokenizer) -> EncodedRow:
     value, tools = row.get(name), {"tools": row.get("tools")}
-    given = row.get("messages", row.get("prompt"))
-    before = given if isinstance(given, list) else None
+    written = row.get("messages", row.get("prompt"))
+    before = written if isinstance(written, list) else None
     if isinstance(value, list):
-        if isinstance(given, str):
+        if isinstance(written, str):
             message = f"column 'prompt' is text, but '{name}' is a list of messages: use the same type for both"
             raise InputError(message, code="data.invalid_column")
         if checked_messages(value, name)[-1]["role"] != "assistant":
@@ -250,8 +250,8 @@ def _side(row: dict[str, Any], name: str, tokenizer: Tokenizer) -> EncodedRow:
     if before is not None:
         # a conversation that ends with the answer, even if `messages` end with an assistant's turn
         return encode_sft_row({"messages": [*before, {"role": "assistant", "content": value}], **tools}, tokenizer)
-    if given is not None:
-        return encode_sft_row({"prompt": given, "answer": value}, tokenizer)
+    if written is not None:
+        return encode_sft_row({"prompt": written, "answer": value}, tokenizer)
     ends = _ends(tokenizer)
     end = next((end for end in ends if value.rstrip().endswith(end)), None)
     ids = plain_ids(tokenizer, value if end is None else value.rstrip())

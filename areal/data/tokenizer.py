@@ -90,7 +90,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise InputError("no tokenizer is named: set tokenizer_path, or the model's path", code="data.no_tokenizer")
     folder = Path(name).expanduser()
     if folder.is_dir():
-        if not any(found for pattern in _TOKENIZER_PATTERNS for found in folder.glob(pattern)):
+        if not any(file for pattern in _TOKENIZER_PATTERNS for file in folder.glob(pattern)):
             # transformers would build an empty tokenizer
             message = f"{name} contains no tokenizer files: copy the model's files there, or set tokenizer_path"
             raise InputError(message, code="data.no_tokenizer")

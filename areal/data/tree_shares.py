@@ -42,9 +42,9 @@ def tree_parts(groups: Sequence[GroupTree], num_parts: int) -> list[list[int]]:
     sizes = [group.tokens for group in groups]
     families = _families(sizes, rows, num_parts)
     totals = [part_tokens(sizes, rows, family) for family in families]
-    together = [[group for one in part for group in families[one]] for part in balanced_parts(totals, num_parts)]
-    found = [sorted(map(sorted, together), key=lambda part: (not part, part)), balanced_parts(sizes, num_parts)]
-    return min(found, key=lambda parts: max(part_tokens(sizes, rows, part) for part in parts))
+    together = [[group for family in part for group in families[family]] for part in balanced_parts(totals, num_parts)]
+    candidates = [sorted(map(sorted, together), key=lambda part: (not part, part)), balanced_parts(sizes, num_parts)]
+    return min(candidates, key=lambda parts: max(part_tokens(sizes, rows, part) for part in parts))
 
 
 def part_tokens(sizes: Sequence[int], rows: SortedRows, part: Sequence[int]) -> int:
@@ -66,8 +66,8 @@ def _families(sizes: Sequence[int], rows: SortedRows, num_parts: int) -> list[li
             break
         if shared < MIN_SAVED * min(sizes[before], sizes[group]) or totals[a] + totals[b] - shared > limit:
             continue
-        for one in members[b]:
-            family_of[one] = a
+        for member in members[b]:
+            family_of[member] = a
         members[a] += members[b]
         totals[a] += totals[b] - shared
         members[b], left = [], left - 1

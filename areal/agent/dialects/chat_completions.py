@@ -84,15 +84,15 @@ def joined_content(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) ->
 
 def merged(parts: list[Json]) -> str | list[Json]:
     """Parts whose neighbouring texts are joined by a newline; one text instead of a list without images."""
-    found: list[Json] = []
+    blocks: list[Json] = []
     for kind, group in groupby(parts, lambda part: part["type"]):
         if kind == "text":
-            found.append({"type": "text", "text": "\n".join(part["text"] for part in group)})
+            blocks.append({"type": "text", "text": "\n".join(part["text"] for part in group)})
         else:
-            found += group
-    if all(part["type"] == "text" for part in found):
-        return found[0]["text"] if found else ""
-    return found
+            blocks += group
+    if all(part["type"] == "text" for part in blocks):
+        return blocks[0]["text"] if blocks else ""
+    return blocks
 
 
 def content_part(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> Json:
@@ -142,61 +142,61 @@ def chat_messages(values: list[Any], path: str = "messages") -> tuple[Message, .
     return tuple(_chat_message(Fields(value, f"{path}[{index}]")) for index, value in enumerate(values))
 
 
-def _chat_message(given: Fields) -> Message:
-    role = given.required_text("role")
+def _chat_message(fields: Fields) -> Message:
+    role = fields.required_text("role")
     kinds = ("text", "refusal") if role == "assistant" else ("text",)
-    value, path = given.take("content"), given.name("content")
+    value, path = fields.take("content"), fields.name("content")
     content = None if role in ("user", "tool") else joined_text(value, path, kinds)
-    name = given.text("name")
+    name = fields.text("name")
     match role:
         case "user":
-            message = {"role": "user", "content": _required(joined_content(value, path), given)}
+            message = {"role": "user", "content": _required(joined_content(value, path), fields)}
         case "system" | "developer":
-            message = {"role": "system", "content": _required(content, given)}
+            message = {"role": "system", "content": _required(content, fields)}
         case "assistant":
-            message = _assistant_message(given, content)
+            message = _assistant_message(fields, content)
         case "tool":
-            call_id = given.required_text("tool_call_id")
+            call_id = fields.required_text("tool_call_id")
             message = {
                 "role": "tool",
                 "tool_call_id": call_id,
-                "content": _required(joined_content(value, path), given),
+                "content": _required(joined_content(value, path), fields),
             }
         case "function":
-            raise unsupported(given.name("role"), "functions are replaced by tools: use the role 'tool'")
+            raise unsupported(fields.name("role"), "functions are replaced by tools: use the role 'tool'")
         case _:
-            raise invalid(given.name("role"), "must be system, developer, user, assistant or tool")
-    given.finish()
+            raise invalid(fields.name("role"), "must be system, developer, user, assistant or tool")
+    fields.finish()
     return message if name is None else {**message, "name": name}
 
 
-def _required(content: str | list[Json] | None, given: Fields) -> str | list[Json]:
+def _required(content: str | list[Json] | None, fields: Fields) -> str | list[Json]:
     if content is None:
-        raise invalid(given.name("content"), "is required")
+        raise invalid(fields.name("content"), "is required")
     return content
 
 
-def _assistant_message(given: Fields, content: str | None) -> Message:
-    given.skip(refusal="text", annotations="list", **REPLAYED)
+def _assistant_message(fields: Fields, content: str | None) -> Message:
+    fields.skip(refusal="text", annotations="list", **REPLAYED)
     for name in ("audio", "function_call"):
-        if given.take(name) is not None:
-            raise unsupported(given.name(name), "is not supported")
-    reasoning = given.text("reasoning_content")
+        if fields.take(name) is not None:
+            raise unsupported(fields.name(name), "is not supported")
+    reasoning = fields.text("reasoning_content")
     calls = [
-        _tool_call(Fields(value, f"{given.name('tool_calls')}[{index}]"))
-        for index, value in enumerate(given.items("tool_calls"))
+        _tool_call(Fields(value, f"{fields.name('tool_calls')}[{index}]"))
+        for index, value in enumerate(fields.items("tool_calls"))
     ]
     if content is None and not calls and not reasoning:
         content = ""  # an answer without text is delivered as null
     return assistant_message(content, reasoning, calls)
 
 
-def _tool_call(given: Fields) -> Json:
-    if (kind := given.text("type") or "function") != "function":
-        raise unsupported(given.name("type"), f"calls of type {kind[:80]!r} are not supported, only 'function'")
-    given.skip(index="number")  # of a call that was put together from a stream
-    call_id = given.required_text("id")
-    function = _nested(given)
+def _tool_call(fields: Fields) -> Json:
+    if (kind := fields.text("type") or "function") != "function":
+        raise unsupported(fields.name("type"), f"calls of type {kind[:80]!r} are not supported, only 'function'")
+    fields.skip(index="number")  # of a call that was put together from a stream
+    call_id = fields.required_text("id")
+    function = _nested(fields)
     name = tool_name(function)
     arguments = checked_arguments(function.text("arguments"), function.name("arguments"))
     function.finish()
@@ -217,19 +217,19 @@ def checked_arguments(text: str | None, path: str) -> str:
     return text
 
 
-def tool_name(given: Fields) -> str:
-    name = given.required_text("name")
+def tool_name(fields: Fields) -> str:
+    name = fields.required_text("name")
     if not _NAME.fullmatch(name):
-        raise invalid(given.name("name"), "must be 1 to 128 letters, digits, '_', '-' or '.'")
+        raise invalid(fields.name("name"), "must be 1 to 128 letters, digits, '_', '-' or '.'")
     return name
 
 
-def function_tool(given: Fields, parameters: str = "parameters") -> Json:
+def function_tool(fields: Fields, parameters: str = "parameters") -> Json:
     """A tool from an object with name, description and `parameters`, in OpenAI's form."""
-    function: Json = {"name": tool_name(given), "description": given.text("description") or ""}
-    function["parameters"] = given.object(parameters) or {"type": "object", "properties": {}}
-    given.skip(strict="flag")  # answers are not constrained
-    given.finish()
+    function: Json = {"name": tool_name(fields), "description": fields.text("description") or ""}
+    function["parameters"] = fields.object(parameters) or {"type": "object", "properties": {}}
+    fields.skip(strict="flag")  # answers are not constrained
+    fields.finish()
     return {"type": "function", "function": function}
 
 
@@ -237,19 +237,19 @@ def openai_tools(values: list[Any], *, nested: bool) -> tuple[Json, ...]:
     """The tools of a request in OpenAI's dialects; `nested`: each in its field `function`, as in chat completions."""
     tools: list[Json] = []
     for index, value in enumerate(values):
-        given = Fields(value, f"tools[{index}]")
-        kind = given.required_text("type")
+        fields = Fields(value, f"tools[{index}]")
+        kind = fields.required_text("type")
         if kind != "function":
-            raise unsupported(given.name("type"), f"tools of type {kind[:80]!r} are not supported, only 'function'")
-        tools.append(function_tool(_nested(given) if nested else given))
+            raise unsupported(fields.name("type"), f"tools of type {kind[:80]!r} are not supported, only 'function'")
+        tools.append(function_tool(_nested(fields) if nested else fields))
     return unique_tools(tools)
 
 
-def _nested(given: Fields) -> Fields:
-    function = given.fields("function")
+def _nested(fields: Fields) -> Fields:
+    function = fields.fields("function")
     if function is None:
-        raise invalid(given.name("function"), "is required")
-    given.finish()
+        raise invalid(fields.name("function"), "is required")
+    fields.finish()
     return function
 
 
@@ -283,10 +283,10 @@ def openai_tool_choice(value: Any, tools: tuple[Json, ...], *, nested: bool) -> 
         if value not in ("auto", "none", "required"):
             raise invalid("tool_choice", "must be auto, none, required or an object that names a tool")
         return checked_choice(value, tools)
-    given = Fields(value, "tool_choice")
-    if given.required_text("type") != "function":
+    fields = Fields(value, "tool_choice")
+    if fields.required_text("type") != "function":
         raise unsupported("tool_choice.type", "only the choice of one tool of type 'function' is supported")
-    function = _nested(given) if nested else given
+    function = _nested(fields) if nested else fields
     name = tool_name(function)
     function.finish()
     return checked_choice(name, tools, is_name=True)
@@ -295,12 +295,12 @@ def openai_tool_choice(value: Any, tools: tuple[Json, ...], *, nested: bool) -> 
 def stops(value: Any, path: str = "stop") -> tuple[str, ...]:
     if value is None:
         return ()
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or len(found) > MAX_STOPS:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or len(texts) > MAX_STOPS:
         raise invalid(path, f"must be a text or a list of at most {MAX_STOPS} texts")
-    if not all(isinstance(one, str) and 0 < len(one) <= MAX_STOP_LENGTH for one in found):
+    if not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in texts):
         raise invalid(path, f"must be texts of 1 to {MAX_STOP_LENGTH} characters")
-    return tuple(found)
+    return tuple(texts)
 
 
 _RUN = "the configuration of the run decides"
@@ -361,66 +361,66 @@ FIELDS = FieldTable(
 
 
 def parse(body: Json) -> Asked:
-    given = Fields(body)
-    model = given.required_text("model")
-    messages = chat_messages(given.items("messages"))
-    tools = openai_tools(given.items("tools"), nested=True)
-    choice = openai_tool_choice(given.take("tool_choice"), tools, nested=True)
-    settings = openai_settings(given, ("max_tokens", "max_completion_tokens"))
-    num_answers = given.integer("n", 1, MAX_ANSWERS) or 1
-    stream, include_usage = stream_fields(given)
-    logprobs, token_ids = given.flag("logprobs"), given.flag("return_token_ids")
-    wanted = given.fields("response_format")
+    fields = Fields(body)
+    model = fields.required_text("model")
+    messages = chat_messages(fields.items("messages"))
+    tools = openai_tools(fields.items("tools"), nested=True)
+    choice = openai_tool_choice(fields.take("tool_choice"), tools, nested=True)
+    settings = openai_settings(fields, ("max_tokens", "max_completion_tokens"))
+    num_answers = fields.integer("n", 1, MAX_ANSWERS) or 1
+    stream, include_usage = stream_fields(fields)
+    logprobs, token_ids = fields.flag("logprobs"), fields.flag("return_token_ids")
+    wanted = fields.fields("response_format")
     schema = None if wanted is None else answer_schema(wanted, nested=True)
-    given.finish(FIELDS)
+    fields.finish(FIELDS)
     turn = TurnRequest(
         messages=messages, tools=tools, tool_choice=choice, answer_schema=schema, num_answers=num_answers,
         settings=settings, shows_prompt=token_ids,
     )  # fmt: skip
     return Asked(
         turn=turn, model=model, stream=stream, include_usage=include_usage, logprobs=logprobs, token_ids=token_ids,
-        foreign=given.foreign,
+        foreign=fields.foreign,
     )  # fmt: skip
 
 
-def answer_schema(given: Fields, *, nested: bool) -> Json | None:
+def answer_schema(fields: Fields, *, nested: bool) -> Json | None:
     """The JSON schema of a wanted format; None: text. `nested`: in its field `json_schema`, as in chat completions."""
-    kind = given.choice("type", ("text", "json_object", "json_schema"))
+    kind = fields.choice("type", ("text", "json_object", "json_schema"))
     schema: Json | None = {"type": "object"} if kind == "json_object" else None
     if kind == "json_schema":
-        inner = given.fields("json_schema") if nested else given
+        inner = fields.fields("json_schema") if nested else fields
         if inner is None:
-            raise invalid(given.name("json_schema"), "is required")
+            raise invalid(fields.name("json_schema"), "is required")
         schema = inner.object("schema") or {}
         inner.skip(name="text", description="text", strict="flag")
         inner.finish()
-    given.finish()
+    fields.finish()
     return schema
 
 
-def openai_settings(given: Fields, limits: tuple[str, ...], default: int | None = None) -> TurnSettings:
+def openai_settings(fields: Fields, limits: tuple[str, ...], default: int | None = None) -> TurnSettings:
     """The sampling settings of OpenAI's dialects; the smallest of the fields `limits` counts, without one `default`."""
-    sizes = [size for name in limits if (size := given.integer(name, 1, MAX_TOKENS)) is not None]
+    sizes = [size for name in limits if (size := fields.integer(name, 1, MAX_TOKENS)) is not None]
     return TurnSettings(
         max_new_tokens=min(sizes, default=default),
-        temperature=given.number("temperature", 0, 2),
-        top_p=given.number("top_p", 1e-9, 1),
-        top_k=top_k(given),
-        frequency_penalty=given.number("frequency_penalty", -2, 2),
-        presence_penalty=given.number("presence_penalty", -2, 2),
-        seed=given.integer("seed", 0, MAX_SEED),
-        stop=stops(given.take("stop")),
+        temperature=fields.number("temperature", 0, 2),
+        top_p=fields.number("top_p", 1e-9, 1),
+        top_k=top_k(fields),
+        frequency_penalty=fields.number("frequency_penalty", -2, 2),
+        presence_penalty=fields.number("presence_penalty", -2, 2),
+        seed=fields.integer("seed", 0, MAX_SEED),
+        stop=stops(fields.take("stop")),
     )
 
 
-def top_k(given: Fields) -> int | None:
-    size = given.integer("top_k", -1, MAX_TOKENS)
+def top_k(fields: Fields) -> int | None:
+    size = fields.integer("top_k", -1, MAX_TOKENS)
     return GenerationHyperparameters().top_k if size in (-1, 0) else size  # the default is all tokens
 
 
-def stream_fields(given: Fields) -> tuple[bool, bool]:
-    stream, include_usage = given.flag("stream"), False
-    if (options := given.fields("stream_options")) is not None:
+def stream_fields(fields: Fields) -> tuple[bool, bool]:
+    stream, include_usage = fields.flag("stream"), False
+    if (options := fields.fields("stream_options")) is not None:
         include_usage = options.flag("include_usage")
         options.skip(include_obfuscation="flag")
         options.finish()
@@ -473,7 +473,7 @@ class _Stream:
         self._growths = defaultdict[int, Growth](Growth)
 
     def __call__(self, answers: Sequence[TurnAnswer]) -> list[bytes]:
-        found: list[Json] = []
+        events: list[Json] = []
         usages: Json = {"usage": None} if self._asked.include_usage else {}
         for index, answer in enumerate(answers):
             is_first = not self._growths[index].has_begun
@@ -490,30 +490,30 @@ class _Stream:
                 prompt: Json = {}
                 if is_first and number == 0 and self._asked.token_ids:
                     prompt = {"prompt_token_ids": list(answer.prompt_ids)}
-                found.append({"choices": [choice], **usages, **prompt})
+                events.append({"choices": [choice], **usages, **prompt})
         is_whole = bool(answers) and answers[0].finish_reason is not None
         if is_whole and usages:
-            found.append({"choices": [], "usage": usage(answers)})
-        if not found:
+            events.append({"choices": [], "usage": usage(answers)})
+        if not events:
             return []
         head = _head(self._asked, answers, self._sent, "chat.completion.chunk")
-        return [*(data_event({**head, **one}) for one in found), *([DONE] if is_whole else [])]
+        return [*(data_event({**head, **event}) for event in events), *([DONE] if is_whole else [])]
 
 
 def _deltas(answer: TurnAnswer, is_first: bool) -> list[dict[str, Any]]:
     """What the chunks add; the first of all has the role, the last of all is empty."""
-    found: list[dict[str, Any]] = []
+    deltas: list[dict[str, Any]] = []
     if is_first:
-        found.append({"role": "assistant", "content": None if answer.tool_calls else ""})
+        deltas.append({"role": "assistant", "content": None if answer.tool_calls else ""})
     if answer.reasoning:
-        found.append({"reasoning_content": answer.reasoning})
+        deltas.append({"reasoning_content": answer.reasoning})
     if answer.text:
-        found.append({"content": answer.text})
+        deltas.append({"content": answer.text})
     for index, call in enumerate(answer.tool_calls):
         start = {"index": index, "id": call.call_id, "type": "function"}
-        found.append({"tool_calls": [{**start, "function": {"name": call.name, "arguments": ""}}]})
-        found.append({"tool_calls": [{"index": index, "function": {"arguments": call.arguments}}]})
-    return found if answer.finish_reason is None else [*found, {}]
+        deltas.append({"tool_calls": [{**start, "function": {"name": call.name, "arguments": ""}}]})
+        deltas.append({"tool_calls": [{"index": index, "function": {"arguments": call.arguments}}]})
+    return deltas if answer.finish_reason is None else [*deltas, {}]
 
 
 DIALECT = Dialect(name="chat_completions", parse=parse, reply=reply, stream=_Stream)

@@ -51,20 +51,20 @@ FIELDS = FieldTable(
 
 
 def parse(body: Json) -> Asked:
-    given = Fields(body)
-    model = given.required_text("model")
-    prompt = _prompt(given.take("prompt"))
-    settings = openai_settings(given, ("max_tokens",), default=DEFAULT_MAX_TOKENS)
-    num_answers = given.integer("n", 1, MAX_ANSWERS) or 1
-    stream, include_usage = stream_fields(given)
-    top, token_ids = given.integer("logprobs", 0, MAX_TOKENS), given.flag("return_token_ids")
+    fields = Fields(body)
+    model = fields.required_text("model")
+    prompt = _prompt(fields.take("prompt"))
+    settings = openai_settings(fields, ("max_tokens",), default=DEFAULT_MAX_TOKENS)
+    num_answers = fields.integer("n", 1, MAX_ANSWERS) or 1
+    stream, include_usage = stream_fields(fields)
+    top, token_ids = fields.integer("logprobs", 0, MAX_TOKENS), fields.flag("return_token_ids")
     if top:
         raise unsupported("logprobs", "only the log-probability of the sampled token is known: use 0")
-    given.finish(FIELDS)
+    fields.finish(FIELDS)
     turn = TurnRequest(prompt=prompt, num_answers=num_answers, settings=settings, shows_prompt=token_ids)
     return Asked(
         turn=turn, model=model, stream=stream, include_usage=include_usage, logprobs=top == 0, token_ids=token_ids,
-        foreign=given.foreign,
+        foreign=fields.foreign,
     )  # fmt: skip
 
 
@@ -75,9 +75,9 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
         return value
     if not isinstance(value, list) or not 0 < len(value) <= MAX_PROMPT_TOKENS:
         raise invalid("prompt", f"must be a text or a list of 1 to {MAX_PROMPT_TOKENS} token ids")
-    if any(isinstance(one, str | list) for one in value):
+    if any(isinstance(part, str | list) for part in value):
         raise unsupported("prompt", "several prompts in one request are not supported: send a request for each")
-    if not all(type(one) is int and 0 <= one <= MAX_TOKENS for one in value):
+    if not all(type(token) is int and 0 <= token <= MAX_TOKENS for token in value):
         raise invalid("prompt", "must be a text or a list of token ids")
     return tuple(value)
 
@@ -118,19 +118,19 @@ class _Stream:
     def __call__(self, answers: Sequence[TurnAnswer]) -> list[bytes]:
         asked, sent = self._asked, self._sent
         more = {"usage": None} if asked.include_usage else {}
-        found: list[bytes] = []
+        events: list[bytes] = []
         for index, answer in enumerate(answers):
             is_first = not self._growths[index].has_begun
             if (new := self._growths[index].of(answer)) is not None:
                 logprobs = _logprobs(asked, new, sent, self._lengths[index])
                 self._lengths[index] += sum(map(len, logprobs["tokens"])) if logprobs else 0
                 choice = _choice(asked, index, new, logprobs, is_first=is_first)
-                found.append(data_event({**_body(asked, answers, sent, [choice]), **more}))
+                events.append(data_event({**_body(asked, answers, sent, [choice]), **more}))
         if not answers or answers[0].finish_reason is None:
-            return found
+            return events
         if asked.include_usage:
-            found.append(data_event({**_body(asked, answers, sent, []), "usage": usage(answers)}))
-        return [*found, DONE]
+            events.append(data_event({**_body(asked, answers, sent, []), "usage": usage(answers)}))
+        return [*events, DONE]
 
 
 DIALECT = Dialect(name="completions", parse=parse, reply=reply, stream=_Stream)

@@ -150,10 +150,10 @@ class Fields:
         return value
 
     def items(self, field_name: str) -> list[Any]:
-        found = self._typed(field_name, "list") or []
-        if len(found) > MAX_ITEMS:
+        values = self._typed(field_name, "list") or []
+        if len(values) > MAX_ITEMS:
             raise invalid(self.name(field_name), f"must have at most {MAX_ITEMS} items")
-        return found
+        return values
 
     def object(self, field_name: str) -> Json | None:
         return self._typed(field_name, "object")
@@ -183,7 +183,9 @@ class Fields:
             if kind is not None:
                 if not isinstance(value, _KINDS[kind]):
                     raise invalid(path, f"must be of type {kind}")
-            elif only and any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in only[0]):
+            elif only and any(
+                value == accepted and isinstance(value, bool) == isinstance(accepted, bool) for accepted in only[0]
+            ):
                 return
             elif field_name in table.foreign:
                 self.foreign[field_name] = table.foreign[field_name]

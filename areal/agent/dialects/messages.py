@@ -87,14 +87,14 @@ def parse_count(body: Json) -> Asked:
 
 
 def _parse(body: Json, *, needs_limit: bool) -> Asked:
-    given = Fields(body)
-    model = given.required_text("model")
-    max_tokens = given.integer("max_tokens", 1, MAX_TOKENS)
+    fields = Fields(body)
+    model = fields.required_text("model")
+    max_tokens = fields.integer("max_tokens", 1, MAX_TOKENS)
     if max_tokens is None and needs_limit:
         raise invalid("max_tokens", "is required")
-    system = joined_text(given.take("system"), "system")
+    system = joined_text(fields.take("system"), "system")
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    values = given.items("messages")
+    values = fields.items("messages")
     if not values:
         raise invalid("messages", "must be a list with at least one message")
     for index, value in enumerate(values):
@@ -105,38 +105,38 @@ def _parse(body: Json, *, needs_limit: bool) -> Asked:
         if "tool_calls" in last or "reasoning_content" in last or not messages:
             raise unsupported("messages", "the last message of the assistant may have text only, after another message")
         prefill = last["content"] or ""
-    tools = unique_tools([_tool(Fields(value, f"tools[{at}]")) for at, value in enumerate(given.items("tools"))])
-    choice = _tool_choice(given.fields("tool_choice"), tools)
+    tools = unique_tools([_tool(Fields(value, f"tools[{at}]")) for at, value in enumerate(fields.items("tools"))])
+    choice = _tool_choice(fields.fields("tool_choice"), tools)
     settings = TurnSettings(
         max_new_tokens=max_tokens,
-        temperature=given.number("temperature", 0, 1),
-        top_p=given.number("top_p", 1e-9, 1),
-        top_k=top_k(given),
-        stop=stops(given.items("stop_sequences"), "stop_sequences"),
+        temperature=fields.number("temperature", 0, 1),
+        top_p=fields.number("top_p", 1e-9, 1),
+        top_k=top_k(fields),
+        stop=stops(fields.items("stop_sequences"), "stop_sequences"),
     )
-    stream, schema, foreign = given.flag("stream"), None, dict[str, str]()
-    if (output := given.fields("output_config")) is not None:
+    stream, schema, foreign = fields.flag("stream"), None, dict[str, str]()
+    if (output := fields.fields("output_config")) is not None:
         wanted = output.fields("format")
         schema = None if wanted is None else answer_schema(wanted, nested=False)
         if output.text("effort"):
             foreign["output_config.effort"] = FOREIGN["reasoning_effort"]
         output.finish()
-    given.finish(FIELDS)
+    fields.finish(FIELDS)
     turn = TurnRequest(
         messages=tuple(messages), tools=tools, tool_choice=choice, prefill=prefill, answer_schema=schema,
         settings=settings,
     )  # fmt: skip
-    return Asked(turn=turn, model=model, stream=stream, foreign=foreign | given.foreign)
+    return Asked(turn=turn, model=model, stream=stream, foreign=foreign | fields.foreign)
 
 
-def _chat_messages(given: Fields) -> list[Message]:
+def _chat_messages(fields: Fields) -> list[Message]:
     """One message in OpenAI's form: results of tools are messages of the role tool."""
-    role = given.required_text("role")
-    content = given.take("content")
+    role = fields.required_text("role")
+    content = fields.take("content")
     if content is None or not isinstance(content, str | list):
-        raise invalid(given.name("content"), "must be a text or a list of blocks")
-    given.finish()
-    path = given.name("content")
+        raise invalid(fields.name("content"), "must be a text or a list of blocks")
+    fields.finish()
+    path = fields.name("content")
     match role:
         case "user":
             return _user_messages(content, path)
@@ -145,7 +145,7 @@ def _chat_messages(given: Fields) -> list[Message]:
         case "system":
             return [{"role": "system", "content": joined_text(content, path)}]
         case _:
-            raise invalid(given.name("role"), "must be user, assistant or system")
+            raise invalid(fields.name("role"), "must be user, assistant or system")
 
 
 def _user_messages(content: str | list[Any], path: str) -> list[Message]:
@@ -168,7 +168,10 @@ def _user_messages(content: str | list[Any], path: str) -> list[Message]:
         block.skip(is_error="flag", cache_control="object")
         block.finish()
         messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
-    return [one if one["role"] == "tool" else {**one, "content": merged(one["content"])} for one in messages]
+    return [
+        message if message["role"] == "tool" else {**message, "content": merged(message["content"])}
+        for message in messages
+    ]
 
 
 def _assistant(content: str | list[Any], path: str) -> Message:
@@ -196,23 +199,23 @@ def _assistant(content: str | list[Any], path: str) -> Message:
     return assistant_message("\n".join(texts), "\n".join(thoughts), calls)
 
 
-def _tool(given: Fields) -> Json:
-    kind = given.text("type") or "custom"
+def _tool(fields: Fields) -> Json:
+    kind = fields.text("type") or "custom"
     if kind != "custom":
-        raise unsupported(given.name("type"), f"tools of type {kind[:80]!r} are not supported, only 'custom'")
-    given.skip(cache_control="object", eager_input_streaming="flag", input_examples="list")
-    return function_tool(given, "input_schema")
+        raise unsupported(fields.name("type"), f"tools of type {kind[:80]!r} are not supported, only 'custom'")
+    fields.skip(cache_control="object", eager_input_streaming="flag", input_examples="list")
+    return function_tool(fields, "input_schema")
 
 
-def _tool_choice(given: Fields | None, tools: tuple[Json, ...]) -> str:
-    if given is None:
+def _tool_choice(fields: Fields | None, tools: tuple[Json, ...]) -> str:
+    if fields is None:
         return "auto"
-    kind = given.choice("type", ("auto", "any", "none", "tool"))
+    kind = fields.choice("type", ("auto", "any", "none", "tool"))
     if kind is None:
         raise invalid("tool_choice.type", "is required")
-    given.skip(disable_parallel_tool_use="flag")
-    name = tool_name(given) if kind == "tool" else None
-    given.finish()
+    fields.skip(disable_parallel_tool_use="flag")
+    name = tool_name(fields) if kind == "tool" else None
+    fields.finish()
     if name is not None:
         return checked_choice(name, tools, is_name=True)
     return checked_choice("required" if kind == "any" else kind, tools)
@@ -226,15 +229,17 @@ _STOP_REASONS: Mapping[FinishReason | None, str] = {
 
 
 def _blocks(asked: Asked, answer: TurnAnswer) -> list[Json]:
-    found: list[Json] = []
+    blocks: list[Json] = []
     if answer.reasoning:
-        found.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
     text = answer.text.removeprefix(asked.turn.prefill)
     if text or not answer.tool_calls:
-        found.append({"type": "text", "text": text})
+        blocks.append({"type": "text", "text": text})
     for call in answer.tool_calls:
-        found.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": orjson.loads(call.arguments)})
-    return found
+        blocks.append(
+            {"type": "tool_use", "id": call.call_id, "name": call.name, "input": orjson.loads(call.arguments)}
+        )
+    return blocks
 
 
 def _message(asked: Asked, answer: TurnAnswer, blocks: list[Json]) -> Json:

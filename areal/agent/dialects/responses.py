@@ -85,69 +85,69 @@ class _Assistant:
 
 
 def input_messages(value: Any, instructions: str | None) -> tuple[Message, ...]:
-    found = _Assistant()
+    assistant = _Assistant()
     if instructions:
-        found.add({"role": "system", "content": instructions})
+        assistant.add({"role": "system", "content": instructions})
     if isinstance(value, str) and value:
-        found.add({"role": "user", "content": value})
+        assistant.add({"role": "user", "content": value})
     elif isinstance(value, list) and 0 < len(value) <= MAX_ITEMS:
         for index, item in enumerate(value):
-            _add_item(found, Fields(item, f"input[{index}]"))
+            _add_item(assistant, Fields(item, f"input[{index}]"))
     else:
         raise invalid("input", f"must be a text or a list of 1 to {MAX_ITEMS} items")
-    found.close()
-    return tuple(found.messages)
+    assistant.close()
+    return tuple(assistant.messages)
 
 
-def _add_item(found: _Assistant, given: Fields) -> None:
-    kind = given.text("type") or "message"
+def _add_item(assistant: _Assistant, fields: Fields) -> None:
+    kind = fields.text("type") or "message"
     match kind:
         case "message":
-            _add_message(found, given)
+            _add_message(assistant, fields)
         case "function_call":
-            call_id, name = given.required_text("call_id"), tool_name(given)
-            arguments = checked_arguments(given.text("arguments"), given.name("arguments"))
-            found.call(function_call(call_id, name, arguments))
-            if (caller := given.object("caller")) and caller.get("type") != "direct":
-                raise unsupported(given.name("caller"), "only direct calls are supported")
-            if given.text("namespace"):
-                raise unsupported(given.name("namespace"), "is not supported")
+            call_id, name = fields.required_text("call_id"), tool_name(fields)
+            arguments = checked_arguments(fields.text("arguments"), fields.name("arguments"))
+            assistant.call(function_call(call_id, name, arguments))
+            if (caller := fields.object("caller")) and caller.get("type") != "direct":
+                raise unsupported(fields.name("caller"), "only direct calls are supported")
+            if fields.text("namespace"):
+                raise unsupported(fields.name("namespace"), "is not supported")
         case "function_call_output":
-            call_id = given.required_text("call_id")
-            output = joined_content(given.take("output"), given.name("output"), _INPUT)
+            call_id = fields.required_text("call_id")
+            output = joined_content(fields.take("output"), fields.name("output"), _INPUT)
             if output is None:
-                raise invalid(given.name("output"), "is required")
-            found.add({"role": "tool", "tool_call_id": call_id, "content": output})
+                raise invalid(fields.name("output"), "is required")
+            assistant.add({"role": "tool", "tool_call_id": call_id, "content": output})
         case "reasoning":
-            found.reasoning(_reasoning(given))
+            assistant.reasoning(_reasoning(fields))
         case _:
-            raise refused_part(given, kind)
-    given.skip(id="text", status="text", **REPLAYED)
-    given.finish()
+            raise refused_part(fields, kind)
+    fields.skip(id="text", status="text", **REPLAYED)
+    fields.finish()
 
 
-def _add_message(found: _Assistant, given: Fields) -> None:
-    role = given.required_text("role")
-    value, path = given.take("content"), given.name("content")
+def _add_message(assistant: _Assistant, fields: Fields) -> None:
+    role = fields.required_text("role")
+    value, path = fields.take("content"), fields.name("content")
     if value is None:
         raise invalid(path, "is required")
     match role:
         case "assistant":
-            given.skip(phase="text")
-            found.text(joined_text(value, path, _OUTPUT) or "")
+            fields.skip(phase="text")
+            assistant.text(joined_text(value, path, _OUTPUT) or "")
         case "user":
-            found.add({"role": "user", "content": joined_content(value, path, _INPUT)})
+            assistant.add({"role": "user", "content": joined_content(value, path, _INPUT)})
         case "system" | "developer":
-            found.add({"role": "system", "content": joined_text(value, path, _INPUT)})
+            assistant.add({"role": "system", "content": joined_text(value, path, _INPUT)})
         case _:
-            raise invalid(given.name("role"), "must be system, developer, user or assistant")
+            raise invalid(fields.name("role"), "must be system, developer, user or assistant")
 
 
-def _reasoning(given: Fields) -> str:
-    content = joined_text(given.items("content"), given.name("content"), ("reasoning_text", "text"))
-    summary = joined_text(given.items("summary"), given.name("summary"), ("summary_text",))
-    if given.text("encrypted_content"):
-        raise unsupported(given.name("encrypted_content"), "reasoning is not encrypted here")
+def _reasoning(fields: Fields) -> str:
+    content = joined_text(fields.items("content"), fields.name("content"), ("reasoning_text", "text"))
+    summary = joined_text(fields.items("summary"), fields.name("summary"), ("summary_text",))
+    if fields.text("encrypted_content"):
+        raise unsupported(fields.name("encrypted_content"), "reasoning is not encrypted here")
     return content or summary or ""
 
 
@@ -185,32 +185,32 @@ FIELDS = FieldTable(
 
 
 def parse(body: Json) -> Asked:
-    given = Fields(body)
-    model = given.required_text("model")
-    messages = input_messages(given.take("input"), given.text("instructions"))
-    tools = openai_tools(given.items("tools"), nested=False)
-    choice = openai_tool_choice(given.take("tool_choice"), tools, nested=False)
+    fields = Fields(body)
+    model = fields.required_text("model")
+    messages = input_messages(fields.take("input"), fields.text("instructions"))
+    tools = openai_tools(fields.items("tools"), nested=False)
+    choice = openai_tool_choice(fields.take("tool_choice"), tools, nested=False)
     settings = TurnSettings(
-        max_new_tokens=given.integer("max_output_tokens", 1, MAX_TOKENS),
-        temperature=given.number("temperature", 0, 2),
-        top_p=given.number("top_p", 1e-9, 1),
+        max_new_tokens=fields.integer("max_output_tokens", 1, MAX_TOKENS),
+        temperature=fields.number("temperature", 0, 2),
+        top_p=fields.number("top_p", 1e-9, 1),
     )
-    stream = given.flag("stream")
-    if (options := given.fields("stream_options")) is not None:
+    stream = fields.flag("stream")
+    if (options := fields.fields("stream_options")) is not None:
         options.skip(include_obfuscation="flag")
         options.finish()
-    include = given.items("include")
-    for one in include:
-        if one not in (_LOGPROBS, _ENCRYPTED):
-            raise unsupported("include", f"{str(one)[:80]!r} is not supported")
-    metadata, schema, foreign = given.object("metadata"), None, dict[str, str]()
-    if (text := given.fields("text")) is not None:
+    include = fields.items("include")
+    for entry in include:
+        if entry not in (_LOGPROBS, _ENCRYPTED):
+            raise unsupported("include", f"{str(entry)[:80]!r} is not supported")
+    metadata, schema, foreign = fields.object("metadata"), None, dict[str, str]()
+    if (text := fields.fields("text")) is not None:
         wanted = text.fields("format")
         schema = None if wanted is None else answer_schema(wanted, nested=False)
         if text.text("verbosity"):
             foreign["text.verbosity"] = FOREIGN["verbosity"]
         text.finish()
-    given.finish(FIELDS)
+    fields.finish(FIELDS)
     turn = TurnRequest(messages=messages, tools=tools, tool_choice=choice, answer_schema=schema, settings=settings)
     repeated = {
         "instructions": body.get("instructions"), "max_output_tokens": settings.max_new_tokens,
@@ -219,7 +219,7 @@ def parse(body: Json) -> Asked:
         "tools": body.get("tools") or [], "top_p": settings.top_p,
         "text": body.get("text") or {"format": {"type": "text"}},
     }  # fmt: skip
-    foreign |= given.foreign
+    foreign |= fields.foreign
     return Asked(
         turn=turn, model=model, stream=stream, logprobs=_LOGPROBS in include, foreign=foreign, repeated=repeated
     )

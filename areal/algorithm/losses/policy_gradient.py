@@ -34,12 +34,12 @@ def cispo_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     sampling of ROLL, -sg(min(rho, 1)) A log pi. cispo.unified_mask (eq. 6 and 7) sets the loss to 0 where A > 0 and
     rho is above the clip, and where A < 0 and rho is below it, as PPO does. `clip_ratio` counts clipped weights.
     """
-    own = cast("CispoOptions", options.policy_loss)
+    loss_options = cast("CispoOptions", options.policy_loss)
     ratio = policy_ratio(tokens, options)
     value = ratio.value.detach()
     weight = clipped_ratio(value, options)
     losses = weighted_log_likelihood(tokens, weight, ratio.advantages)
-    if own.unified_mask:
+    if loss_options.unified_mask:
         beyond = ((ratio.advantages > 0) & (value > weight)) | ((ratio.advantages < 0) & (value < weight))
         losses = torch.where(beyond, 0.0, losses)
     return PolicyLoss(losses=losses, stats=ratio_stats(tokens, ratio, value != weight))
@@ -52,14 +52,14 @@ def aipo_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     truncation=objective (cosmos-rl): l = -A min(rho, c); a token with rho > c has no gradient.
     For rho <= c both have the gradient -A rho grad log pi.
     """
-    own = cast("AipoOptions", options.policy_loss)
+    loss_options = cast("AipoOptions", options.policy_loss)
     ratio = policy_ratio(tokens, options)
-    cut = ratio.value.clamp(max=own.rho)
-    if own.truncation == "weight":
+    cut = ratio.value.clamp(max=loss_options.rho)
+    if loss_options.truncation == "weight":
         losses = weighted_log_likelihood(tokens, cut, ratio.advantages)
     else:
         losses = torch.where(tokens.mask, -ratio.advantages * cut, 0.0)
-    return PolicyLoss(losses=losses, stats=ratio_stats(tokens, ratio, ratio.value.detach() > own.rho))
+    return PolicyLoss(losses=losses, stats=ratio_stats(tokens, ratio, ratio.value.detach() > loss_options.rho))
 
 
 def topr_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
@@ -69,15 +69,15 @@ def topr_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     the token (ROLL). The sign is that of the advantage; ROLL uses the sign of the reward. w is multiplied by
     positive_weight or negative_weight. `clip_ratio` counts negative tokens whose rho is truncated.
     """
-    own = cast("ToprOptions", options.policy_loss)
+    loss_options = cast("ToprOptions", options.policy_loss)
     ratio = policy_ratio(tokens, options)
-    if own.ratio == "trajectory":
+    if loss_options.ratio == "trajectory":
         sums = sequence_sums(ratio.token_log.double(), tokens.mask, tokens.sequence_index, tokens.num_sequences)
         log = torch.where(tokens.mask, sums.to(ratio.log.dtype)[tokens.sequence_index], 0.0)
         ratio = PolicyRatio(log=log, advantages=ratio.advantages, token_log=ratio.token_log)
     negative = ratio.advantages < 0
-    truncated = own.negative_weight * ratio.log.detach().clamp(max=0.0).exp()
-    weight = torch.where(negative, truncated, own.positive_weight)
+    truncated = loss_options.negative_weight * ratio.log.detach().clamp(max=0.0).exp()
+    weight = torch.where(negative, truncated, loss_options.positive_weight)
     losses = weighted_log_likelihood(tokens, weight, ratio.advantages)
     return PolicyLoss(losses=losses, stats=ratio_stats(tokens, ratio, negative & (ratio.log.detach() > 0)))
 
@@ -90,17 +90,17 @@ def dppo_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     tv: D = |p - q|. kl: D = q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
     `clip_ratio` counts the tokens outside.
     """
-    own = cast("DppoOptions", options.policy_loss)
+    loss_options = cast("DppoOptions", options.policy_loss)
     ratio = policy_ratio(tokens, options)
     new = torch.where(tokens.mask, tokens.logprobs.detach(), 0.0)
     old = torch.where(tokens.mask, tokens.old_logprobs.detach(), 0.0)
-    divergence = (new.exp() - old.exp()).abs() if own.divergence == "tv" else _binary_kl(old, new)
+    divergence = (new.exp() - old.exp()).abs() if loss_options.divergence == "tv" else _binary_kl(old, new)
     low, high = clip_bounds(options)
     nowhere = torch.zeros_like(tokens.mask)
     above = nowhere if high is None else (new > old) & (divergence > high)
     below = nowhere if low is None else (new < old) & (divergence > low)
     is_outside = torch.where(ratio.advantages > 0, above, below)
-    losses = weighted_log_likelihood(tokens, ratio.value.clamp(max=own.max_ratio), ratio.advantages)
+    losses = weighted_log_likelihood(tokens, ratio.value.clamp(max=loss_options.max_ratio), ratio.advantages)
     return PolicyLoss(losses=torch.where(is_outside, 0.0, losses), stats=ratio_stats(tokens, ratio, is_outside))
 
 
@@ -118,14 +118,14 @@ def kimi15_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     kimi15.ratio=trajectory (paper): the log-ratio is the sum over the answer, and its square is divided by the number
     of its trained tokens, so that the sum over tokens counts it once. token (ROLL): the log-ratio of each token.
     """
-    own = cast("Kimi15Options", options.policy_loss)
+    loss_options = cast("Kimi15Options", options.policy_loss)
     ratio = policy_ratio(tokens, options)
     plain = weighted_log_likelihood(tokens, torch.ones_like(ratio.log), ratio.advantages)
-    penalty = 0.5 * own.tau * ratio.log.square()
-    if own.ratio == "trajectory":
+    penalty = 0.5 * loss_options.tau * ratio.log.square()
+    if loss_options.ratio == "trajectory":
         where = (tokens.mask, tokens.sequence_index, tokens.num_sequences)
         square = sequence_sums(ratio.log.double(), *where).square() / trained_counts(*where).clamp(min=1)
-        penalty = 0.5 * own.tau * square.to(ratio.log.dtype)[tokens.sequence_index]
+        penalty = 0.5 * loss_options.tau * square.to(ratio.log.dtype)[tokens.sequence_index]
     penalty = torch.where(tokens.mask, penalty, 0.0)
     stats = ratio_stats(tokens, ratio)
     stats["log_ratio_penalty"] = TokenStat(penalty, tokens.mask)

@@ -75,8 +75,8 @@ def kl_cov_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     """
     chosen = chosen_tokens(tokens)
     ratio = policy_ratio(tokens, options)
-    own = cast("KlCovOptions", options.policy_loss)
-    penalty = torch.where(chosen, own.coef * ratio.log.abs(), 0.0)
+    loss_options = cast("KlCovOptions", options.policy_loss)
+    penalty = torch.where(chosen, loss_options.coef * ratio.log.abs(), 0.0)
     losses = -ratio.advantages * ratio.value + penalty
     stats = ratio_stats(tokens, ratio)
     stats["covariance_chosen_ratio"] = TokenStat(chosen, tokens.mask)

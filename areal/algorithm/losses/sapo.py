@@ -14,10 +14,10 @@ def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
 
     tau = tau_pos where A > 0, else tau_neg. At rho = 1 the gradient is that of -A rho; it decreases on both sides.
     """
-    own = cast("SapoOptions", options.policy_loss)
+    loss_options = cast("SapoOptions", options.policy_loss)
     ratio = policy_ratio(tokens, options)
     advantages = ratio.advantages
     positive = (advantages > 0).to(advantages.dtype)
-    tau = own.tau_neg + (own.tau_pos - own.tau_neg) * positive
+    tau = loss_options.tau_neg + (loss_options.tau_pos - loss_options.tau_neg) * positive
     gate = 4.0 / tau * torch.sigmoid(tau * (ratio.value - 1.0))
     return PolicyLoss(losses=torch.where(tokens.mask, -advantages * gate, 0.0), stats=ratio_stats(tokens, ratio))

@@ -205,12 +205,12 @@ def baseline_problems(options: AdvantageOptions, sampling: GenerationHyperparame
         yield "overlong_tokens", text
     if sampling.n_samples > 1:
         return
-    one = "compares the answers of a group, but gconfig.n_samples=1 makes groups of one: raise gconfig.n_samples"
+    reason = "compares the answers of a group, but gconfig.n_samples=1 makes groups of one: raise gconfig.n_samples"
     if options.compares_groups:
-        yield ("reward_norm" if options.base_recipe.is_composed else "adv_estimator"), one
+        yield ("reward_norm" if options.base_recipe.is_composed else "adv_estimator"), reason
     norm = options.adv_norm if options.base_recipe.is_composed and not has_critic else None
     if norm is not None and norm.mean_level == "group":
-        yield "adv_norm", f"{one}, or give a critic"  # all tokens of an answer have one advantage: the result is 0
+        yield "adv_norm", f"{reason}, or give a critic"  # all tokens of an answer have one advantage: the result is 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -479,8 +479,13 @@ class OffPolicyOptions:
 
     def bypass_problems(self, policy_loss: Named) -> Problems:
         """Losses that cannot be combined with rollout_correction.numerator=training."""
-        given = self.rollout_correction
-        if given is None or given.numerator == "old" or given.mode == "off" or not given.apply_weights:
+        correction = self.rollout_correction
+        if (
+            correction is None
+            or correction.numerator == "old"
+            or correction.mode == "off"
+            or not correction.apply_weights
+        ):
             return
         if not loss_facts(policy_loss).has_no_ratio:
             text = f"would apply the ratio of policy_loss={policy_loss} twice (numerator=training)"

@@ -251,7 +251,9 @@ class Sweep:
 
     def run_words(self, trial: str) -> list[list[str]]:
         """The command line of each run. `trial`: the name that theirs extend."""
-        return [[*self.words, *own, f"trial_name={trial}_{index}"] for index, own in enumerate(self.overrides)]
+        return [
+            [*self.words, *overrides, f"trial_name={trial}_{index}"] for index, overrides in enumerate(self.overrides)
+        ]
 
 
 def read_sweep(words: Sequence[str]) -> Sweep:
@@ -380,7 +382,14 @@ class BaseExperimentConfig:
     def _backend(self, *, of_servers: bool) -> str:
         """Backend of the servers, or of the trainers; empty if allocation_mode has none of them or is invalid."""
         try:
-            return next((one.backend for one in self.allocation.allocations if one.is_inference == of_servers), "")
+            return next(
+                (
+                    allocation.backend
+                    for allocation in self.allocation.allocations
+                    if allocation.is_inference == of_servers
+                ),
+                "",
+            )
         except AllocationError:
             return ""
 
@@ -410,9 +419,9 @@ class BaseExperimentConfig:
                 text = "is required: set a checkpoint folder or a hub model"
                 yield Problem(f"{key}.path", text, "config.missing_requirement")
         if self.strict_config:
-            for one in options_without_effect(self):
-                text = f"has an effect only when {one.sentence}: remove it"
-                yield Problem(one.path, text, "config.no_effect")
+            for unused in options_without_effect(self):
+                text = f"has an effect only when {unused.sentence}: remove it"
+                yield Problem(unused.path, text, "config.no_effect")
         yield from self._allocation_problems()
 
     @property
@@ -763,27 +772,27 @@ def _unequal(path: str, value: object, other: str, expected: object) -> tuple[st
     return path, f"{value} differs from {other}={expected}: remove it or make them equal"
 
 
-def with_followers(cls: type[Any], given: dict[str, Any]) -> dict[str, Any]:
+def with_followers(cls: type[Any], tree: dict[str, Any]) -> dict[str, Any]:
     """`given`, in which options that follow another one have its value unless they are given.
 
     With a reference, actor.kl_ctl is KL_WITH_REFERENCE unless it is given.
     """
-    actor = given.get("actor")
-    if issubclass(cls, PPOConfig) and given.get("ref") is not None and isinstance(actor, dict):
-        given = given | {"actor": {"kl_ctl": KL_WITH_REFERENCE, **actor}}
+    actor = tree.get("actor")
+    if issubclass(cls, PPOConfig) and tree.get("ref") is not None and isinstance(actor, dict):
+        tree = tree | {"actor": {"kl_ctl": KL_WITH_REFERENCE, **actor}}
     followers: Mapping[str, str] = cls.FOLLOWERS if issubclass(cls, BaseExperimentConfig) else {}
     for path, source in followers.items():
         (section, name), (other, key) = path.split("."), source.split(".")
-        spec, leader = fields_of(cls).get(section), given.get(other)
-        written = given.get(section, None if spec is None or spec.nullable else {})
+        spec, leader = fields_of(cls).get(section), tree.get(other)
+        written = tree.get(section, None if spec is None or spec.nullable else {})
         if not isinstance(written, dict) or name in written or not isinstance(leader, dict):
             continue
         value: Any = cast("dict[str, Any]", leader).get(key)
         if isinstance(value, str):  # an interpolation; another text is wrong, and reported once
             value = "${" + source + "}" if value.startswith("${") else None
         if value is not None:
-            given = given | {section: {**written, name: value}}
-    return given
+            tree = tree | {section: {**written, name: value}}
+    return tree
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -953,13 +962,13 @@ KINDS: dict[Kind, str] = {
 """Every kind that runs without a script, in words. The first one is the default where no section decides."""
 
 
-def kind_of(given: Mapping[str, Any], *, allow_unknown: bool = False) -> Kind:
+def kind_of(tree: Mapping[str, Any], *, allow_unknown: bool = False) -> Kind:
     """The class of the top-level keys `given`. ConfigError when they belong to several kinds.
 
     `model` alone is a reward model with train_dataset.type=rw, else SFT; `actor` alone is DPO with it, else GRPO.
     `allow_unknown`: a script may define keys too, so the kind with most of the keys is chosen.
     """
-    takers = {key: set(_takers(key)) for key in given}
+    takers = {key: set(_takers(key)) for key in tree}
     telling = {key: kinds for key, kinds in takers.items() if kinds and len(kinds) < len(KINDS)}
     possible = [kind for kind in KINDS if all(kind in kinds for kinds in telling.values())]
     if not possible and allow_unknown:
@@ -971,7 +980,7 @@ def kind_of(given: Mapping[str, Any], *, allow_unknown: bool = False) -> Kind:
         ]
         lines = ["sections of different kinds of training: keep those of one kind:", *map(str, problems)]
         raise ConfigError("\n  ".join(lines), problems=problems)
-    row_type = _row_type(given)
+    row_type = _row_type(tree)
     named = [kind for kind in possible if _row_type_of(kind) == row_type]
     return named[0] if named else possible[0]
 
@@ -995,6 +1004,6 @@ def _row_type_of(kind: Kind) -> str:
     return kind.row_type if issubclass(kind, SFTConfig | RWConfig | DPOConfig) else "rl"
 
 
-def _row_type(given: Mapping[str, Any]) -> str:
-    data = given.get("train_dataset")
+def _row_type(tree: Mapping[str, Any]) -> str:
+    data = tree.get("train_dataset")
     return str(cast("dict[str, Any]", data).get("type", "")) if isinstance(data, dict) else ""

@@ -38,7 +38,7 @@ def launcher_options(spec: Mapping[str, Any], *, is_server: bool) -> dict[str, A
     """The options of `launcher` by dotted path, of one spec; unset values are left out."""
     role = "inference_server" if is_server else "trainer"
     variables = cast("dict[str, Any]", spec.get("env_vars") or {})
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         f"{role}_cpus_per_gpu": spec.get("cpu"),
         f"{role}_mem_per_gpu": int(spec.get("mem") or 0) * 1024,
         f"{role}_env_vars": ",".join(
@@ -49,7 +49,7 @@ def launcher_options(spec: Mapping[str, Any], *, is_server: bool) -> dict[str, A
         "slurm.sbatch_additional_args": shlex.join(f"--{name}={spec[name]}" for name in SBATCH if spec.get(name)),
         **{f"slurm.{name}": spec.get(name) for name in SLURM},
     }
-    return {path: value for path, value in found.items() if value not in (None, "", 0, [])}
+    return {path: value for path, value in options.items() if value not in (None, "", 0, [])}
 
 
 def spec_problems(path: str, value: Any) -> Iterator[ConfigProblem]:
@@ -76,8 +76,8 @@ def strategy_problems(path: str, value: Any) -> list[ConfigProblem]:
         return []
     if problems := unknown_keys(path, value, ("type", "target", "fork")):
         return problems
-    given = cast("dict[str, Any]", value)
-    kind, target = given.get("type"), given.get("target")
+    fields = cast("dict[str, Any]", value)
+    kind, target = fields.get("type"), fields.get("target")
     if kind not in (None, "separation", "colocation"):
         return [ConfigProblem(path, f"has the type {kind!r}: use separation or colocation", "config.unsupported")]
     if target not in (None, "", *ROLES):
@@ -389,11 +389,11 @@ class LegacyKeys:
 
     def _move(self, path: str, value: Any, other: str, new: Any) -> None:
         """Set `other` to `new`, the equivalent of `value` at `path`, unless the user gave it another one."""
-        found = self._value(other)
+        present = self._value(other)
         parts = cast("dict[str, Any]", new if isinstance(new, dict) else {})
-        agrees = found == new or (bool(parts) and all(_below(found, key) == parts[key] for key in parts))
+        agrees = present == new or (bool(parts) and all(_below(present, key) == parts[key] for key in parts))
         if (_below(self.given, other) is not None and not agrees) or not self._set(other, new):
-            self._differs(path, value, other, found)
+            self._differs(path, value, other, present)
 
     def _schedule(self, value: Any, path: str) -> None:
         if value in (None, [], {}):
@@ -480,15 +480,15 @@ class LegacyKeys:
     def _set_sapo(self) -> None:
         """`actor.policy_loss` from AReaL's keys of SAPO. Without the loss its temperatures have no effect."""
         written = _below(self.tree, "actor.policy_loss")
-        own = cast("dict[str, Any]", written) if isinstance(written, dict) else {"name": written} if written else {}
-        is_on = self._sapo.pop("use_sapo_loss", own.get("name") == "sapo")
+        options = cast("dict[str, Any]", written) if isinstance(written, dict) else {"name": written} if written else {}
+        is_on = self._sapo.pop("use_sapo_loss", options.get("name") == "sapo")
         if not isinstance(is_on, bool):
             text = f"{shown(is_on)} is no switch: use true or false"
             self.problems.append(ConfigProblem("actor.use_sapo_loss", text, "config.wrong_type"))
-        elif own and (own.get("name") == "sapo") != is_on:
-            self._differs("actor.use_sapo_loss", is_on, "actor.policy_loss", own.get("name"))
+        elif options and (options.get("name") == "sapo") != is_on:
+            self._differs("actor.use_sapo_loss", is_on, "actor.policy_loss", options.get("name"))
         elif is_on:
-            new = {"name": "sapo"} | own
+            new = {"name": "sapo"} | options
             for key, value in self._sapo.items():
                 option = key.removeprefix("sapo_")
                 if new.setdefault(option, value) != value:
@@ -533,9 +533,9 @@ class LegacyKeys:
     def _unsupported(self, path: str, message: str) -> None:
         self.problems.append(ConfigProblem(path, message, "config.unsupported"))
 
-    def _differs(self, path: str, value: Any, other: str, found: Any, why: str = "") -> None:
+    def _differs(self, path: str, value: Any, other: str, present: Any, why: str = "") -> None:
         why = why or f"this version reads only {other}"
-        message = f"{shown(value)} differs from {other}={shown(found)}: remove it, {why}"
+        message = f"{shown(value)} differs from {other}={shown(present)}: remove it, {why}"
         self.problems.append(ConfigProblem(path, message))
 
 
@@ -588,8 +588,8 @@ def _below(tree: Any, path: str, default: Any = None) -> Any:
     return tree
 
 
-def _same_allocation(one: str, other: str) -> bool:
+def _same_allocation(text: str, other: str) -> bool:
     try:
-        return AllocationMode.parse(one) == AllocationMode.parse(other)
+        return AllocationMode.parse(text) == AllocationMode.parse(other)
     except AllocationError:
-        return one == other
+        return text == other

@@ -228,14 +228,14 @@ def override_value(text: str, cls: type[Any], path: str) -> Any:
 
 def written_numbers(text: str, override: str = "") -> dict[str, str]:
     """Path -> each number in YAML as it is written, such as 1.50. `override`: the path of the key `value`."""
-    found = _numbers_by_path(cast("Any", yaml).compose(text, Loader=_Loader), "")
-    return {override + path.removeprefix("value") if override else path: node.value for path, node in found}
+    numbers_by_path = _numbers_by_path(cast("Any", yaml).compose(text, Loader=_Loader), "")
+    return {override + path.removeprefix("value") if override else path: node.value for path, node in numbers_by_path}
 
 
 def with_numbers(text: str, numbers: Mapping[str, str]) -> str:
     """The YAML `text` with `numbers` as they are written, by path, in place of the same numbers."""
-    found = list(_numbers_by_path(cast("Any", yaml).compose(text, Loader=_Loader), "")) if numbers else []
-    for path, node in reversed(found):
+    numbers_by_path = list(_numbers_by_path(cast("Any", yaml).compose(text, Loader=_Loader), "")) if numbers else []
+    for path, node in reversed(numbers_by_path):
         written = numbers.get(path, node.value)
         before, after = yaml_value(f"- {node.value}\n- {written}", None)
         if before == after:
@@ -307,8 +307,8 @@ def load_experiment(
     line = _CommandLine.parse(argv)
     if (checked := _read_checked(line, None, allow_unknown_top_level=allow_unknown_top_level)) is not None:
         return checked
-    cls, given = line.kind(allow_unknown=allow_unknown_top_level)
-    return _build(cls, line, given, allow_unknown_top_level=allow_unknown_top_level, is_quiet=is_quiet)
+    cls, tree = line.kind(allow_unknown=allow_unknown_top_level)
+    return _build(cls, line, tree, allow_unknown_top_level=allow_unknown_top_level, is_quiet=is_quiet)
 
 
 def script_keys(argv: Sequence[str], script_text: str = "") -> dict[str, Any]:
@@ -317,29 +317,33 @@ def script_keys(argv: Sequence[str], script_text: str = "") -> dict[str, Any]:
     Raises ConfigError for a key that is spelled almost like a known one and does not occur in `script_text`.
     """
     line = _CommandLine.parse(argv)
-    cls, given = line.kind(allow_unknown=True)
+    cls, tree_of_files = line.kind(allow_unknown=True)
     known = fields_of(cls)
     names = {name for kind in KINDS for name in fields_of(kind)}
-    own = [key for key in given if key not in known and legacy_rule(cls, key, "") is None]
+    script_only = [key for key in tree_of_files if key not in known and legacy_rule(cls, key, "") is None]
     problems: list[ConfigProblem] = []
-    for key in own:
+    for key in script_only:
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
         if key not in names and near and not re.search(rf"\b{re.escape(key)}\b", script_text):
             problems.append(ConfigProblem(key, f"unknown key; did you mean {near[0]}?", "config.unknown_key", near[0]))
     raise_problems(problems, line.source, line.typed)
-    tree = _resolved(cls, given)[0] if _has_interpolation({key: given[key] for key in own}) else given
-    return {key: tree[key] for key in own}
+    tree = (
+        _resolved(cls, tree_of_files)[0]
+        if _has_interpolation({key: tree_of_files[key] for key in script_only})
+        else tree_of_files
+    )
+    return {key: tree[key] for key in script_only}
 
 
 def script_numbers(argv: Sequence[str], keys: Collection[str]) -> dict[str, str]:
     """The numbers of the `keys` that only a script knows, as they are written, by path: its fields may be text."""
-    line, found = _CommandLine.parse(argv), dict[str, str]()
+    line, numbers = _CommandLine.parse(argv), dict[str, str]()
     for name in line.files:
-        found |= written_numbers(Path(name).read_text(encoding="utf-8"))
+        numbers |= written_numbers(Path(name).read_text(encoding="utf-8"))
     for path, word in zip(line.typed, line.overrides, strict=True):
         if path.split(".")[0] in keys:
-            found |= written_numbers(f"value: {word.partition('=')[2]}", path)
-    return {path: number for path, number in found.items() if re.split(r"[.\[]", path)[0] in keys}
+            numbers |= written_numbers(f"value: {word.partition('=')[2]}", path)
+    return {path: number for path, number in numbers.items() if re.split(r"[.\[]", path)[0] in keys}
 
 
 def save_config(
@@ -403,7 +407,7 @@ def _with_variables(tree: Any) -> Any:
         return [_with_variables(value) for value in cast("list[Any]", tree)]
     if not isinstance(tree, str):
         return tree
-    return _VARIABLE.sub(lambda found: os.environ.get(found[1], ""), tree).replace("\\${", "${")
+    return _VARIABLE.sub(lambda match: os.environ.get(match[1], ""), tree).replace("\\${", "${")
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +424,7 @@ class Reading(Generic[T]):
 
 def read(
     cls: type[T],
-    given: dict[str, Any],
+    written: dict[str, Any],
     resolved: dict[str, Any] | None = None,
     *,
     unresolved: Collection[str] = (),
@@ -431,8 +435,8 @@ def read(
     `resolved` holds them without interpolations; None = `given` has none. `unresolved` are the paths of interpolations
     that failed; they are reported elsewhere.
     """
-    tree = deepcopy(with_followers(cls, given)) if resolved is None else resolved
-    legacy = LegacyKeys(cls, tree, given)
+    tree = deepcopy(with_followers(cls, written)) if resolved is None else resolved
+    legacy = LegacyKeys(cls, tree, written)
     legacy.apply()
     if allow_unknown_top_level:
         tree = {key: value for key, value in tree.items() if key in fields_of(cls)}
@@ -442,8 +446,8 @@ def read(
     if config is not None:
         # A conflict with a value that is not what the user meant would only confuse.
         suspects = {*unresolved, *(p.path for p in problems), *(p.suggestion for p in problems)} - {""}
-        found = list(conflicts(config, tree))
-        problems += [problem for problem in found if not _is_about(problem, suspects)] if suspects else found
+        reported = list(conflicts(config, tree))
+        problems += [problem for problem in reported if not _is_about(problem, suspects)] if suspects else reported
     if isinstance(config, BaseExperimentConfig) and config.strict_config:
         text = "has no effect in areal: remove it"
         problems += [ConfigProblem(path, text, "config.no_effect") for path in legacy.ignored]
@@ -502,9 +506,9 @@ class _CommandLine:
 
     def kind(self, *, allow_unknown: bool) -> tuple[type[BaseExperimentConfig], dict[str, Any]]:
         """The kind of training, and what the user wrote for it."""
-        given = self.given(GRPOConfig)
-        cls = kind_of(given, allow_unknown=allow_unknown)
-        return cls, given if cls is GRPOConfig else self.given(cls)
+        tree = self.given(GRPOConfig)
+        cls = kind_of(tree, allow_unknown=allow_unknown)
+        return cls, tree if cls is GRPOConfig else self.given(cls)
 
     def given(self, cls: type[Any]) -> dict[str, Any]:
         """What the user wrote for a `cls`, files and overrides merged, interpolations unresolved."""
@@ -515,7 +519,7 @@ class _CommandLine:
         except TypeError:
             problem = "one file gives a list where another gives a mapping: make them agree"
             raise _unreadable(self.source, problem) from None
-        wrong = [found for word in self.overrides if (found := _override(tree, word, cls)) is not None]
+        wrong = [rejected for word in self.overrides if (rejected := _override(tree, word, cls)) is not None]
         problems = [ConfigProblem(path, message, "config.bad_override") for path, message in wrong]
         raise_problems([*problems, *_not_storable(tree)], self.source, self.typed)
         return tree
@@ -616,10 +620,10 @@ def _depth(value: Any) -> int:
 
 
 def _build(
-    cls: type[T], line: _CommandLine, given: dict[str, Any], *, allow_unknown_top_level: bool, is_quiet: bool = False
+    cls: type[T], line: _CommandLine, written: dict[str, Any], *, allow_unknown_top_level: bool, is_quiet: bool = False
 ) -> T:
-    tree, broken = _resolved(cls, given) if _has_interpolation(given) else (None, {})
-    reading = read(cls, given, tree, unresolved=broken, allow_unknown_top_level=allow_unknown_top_level)
+    tree, broken = _resolved(cls, written) if _has_interpolation(written) else (None, {})
+    reading = read(cls, written, tree, unresolved=broken, allow_unknown_top_level=allow_unknown_top_level)
     unresolved = [ConfigProblem(path, text, "config.unresolved_interpolation") for path, text in broken.items() if text]
     raise_problems([*unresolved, *reading.problems], line.source, line.typed)
     if reading.ignored and not is_quiet:
@@ -639,7 +643,7 @@ def _has_interpolation(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
-def _resolved(cls: type[Any], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def _resolved(cls: type[Any], sections: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of `given`, interpolations resolved; and path -> why for those that cannot be.
 
     An interpolation that cannot be resolved is removed, so that the default takes its place. The reason is empty where
@@ -647,8 +651,8 @@ def _resolved(cls: type[Any], given: dict[str, Any]) -> tuple[dict[str, Any], di
     """
     from omegaconf import DictConfig, ListConfig, OmegaConf
 
-    given = with_followers(cls, given)
-    config = OmegaConf.create(with_defaults(cls, given))  # they may refer to defaults
+    sections = with_followers(cls, sections)
+    config = OmegaConf.create(with_defaults(cls, sections))  # they may refer to defaults
     broken: list[tuple[DictConfig | ListConfig, Any, str, str, str]] = []
     texts: list[tuple[DictConfig | ListConfig, Any, str, str]] = []
 
@@ -677,19 +681,19 @@ def _resolved(cls: type[Any], given: dict[str, Any]) -> tuple[dict[str, Any], di
     for _, _, path, written, reason in broken:
         copied = any("${" + other + "}" in written for _, _, other, _, _ in broken if other != path)
         problems[path] = "" if copied or not reason else f"{written} cannot be resolved: {reason}"
-    return _picked(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True)), given), problems
+    return _picked(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True)), sections), problems
 
 
-def _picked(tree: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _picked(tree: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
     """The keys of `given` in `tree`; a key that `tree` lacks is left out."""
-    found: dict[str, Any] = {}
-    for key, value in given.items():
+    picked: dict[str, Any] = {}
+    for key, value in written.items():
         below = tree.get(key)
         if isinstance(value, dict) and isinstance(below, dict):
-            found[key] = _picked(cast("dict[str, Any]", below), cast("dict[str, Any]", value))
+            picked[key] = _picked(cast("dict[str, Any]", below), cast("dict[str, Any]", value))
         elif key in tree:
-            found[key] = below
-    return found
+            picked[key] = below
+    return picked
 
 
 def _number_or_text(text: str, cls: type[Any], path: str) -> Any:

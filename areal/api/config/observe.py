@@ -196,8 +196,8 @@ class WandBConfig:
 
     def problems(self) -> Problems:
         if self.wandb_base_url and not _SERVER.match(self.wandb_base_url):
-            given = "this text with @" if "@" in self.wandb_base_url else repr(self.wandb_base_url)
-            yield "wandb_base_url", f"{given} is not the URL of a server: use https://HOST"
+            shown = "this text with @" if "@" in self.wandb_base_url else repr(self.wandb_base_url)
+            yield "wandb_base_url", f"{shown} is not the URL of a server: use https://HOST"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,11 +397,11 @@ class AlarmsConfig:
     def chosen(self) -> list[ChosenAlarm]:
         """The rules that are not off, with their settings."""
         changes = {rule.name: rule for rule in self.rules}
-        found: list[ChosenAlarm] = []
+        alarms: list[ChosenAlarm] = []
         for rule in ALARM_RULES:
-            own = changes.get(rule.name) or AlarmRuleConfig(name=rule.name)
-            action = cast("AlarmAction", own.action or self.action)
-            limit = rule.limit if own.limit is None else own.limit
+            change = changes.get(rule.name) or AlarmRuleConfig(name=rule.name)
+            action = cast("AlarmAction", change.action or self.action)
+            limit = rule.limit if change.limit is None else change.limit
             if action != "off":
-                found.append(ChosenAlarm(rule=rule, limit=limit, steps=own.steps or rule.steps, action=action))
-        return found
+                alarms.append(ChosenAlarm(rule=rule, limit=limit, steps=change.steps or rule.steps, action=action))
+        return alarms

@@ -39,7 +39,7 @@ def public_text(text: str) -> str:
     """Text of another program or of a user: HIDDEN in place of `NAME=value` and `NAME: value` for a secret NAME, and of
     user and password in URLs."""
     shown = _ASSIGNMENT.sub(
-        lambda found: f"{found['name']}{found['sign']}{HIDDEN}" if is_secret(found["name"]) else found[0], text
+        lambda match: f"{match['name']}{match['sign']}{HIDDEN}" if is_secret(match["name"]) else match[0], text
     )
     return _PASSWORD_IN_URL.sub(f"://{HIDDEN}@", shown)
 
@@ -49,8 +49,8 @@ def has_secret(text: str) -> bool:
 
     A reference to a variable (`TOKEN=$TOKEN`) and to a file (`--token-file x`) is no secret.
     """
-    found = (match for match in _ASSIGNMENT.finditer(text) if not match["value"].lstrip("\"'").startswith("$"))
-    return any(is_secret(match["name"]) for match in found) or _PASSWORD_IN_URL.search(text) is not None
+    assignments = (match for match in _ASSIGNMENT.finditer(text) if not match["value"].lstrip("\"'").startswith("$"))
+    return any(is_secret(match["name"]) for match in assignments) or _PASSWORD_IN_URL.search(text) is not None
 
 
 def without_secrets(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -65,8 +65,8 @@ def without_secrets(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str
         variables[name] = value
         return f"${{oc.env:{name},''}}"
 
-    found = _replaced(tree, "", reference, lambda text: text.replace("${", "\\${"))
-    return found, variables
+    replaced = _replaced(tree, "", reference, lambda text: text.replace("${", "\\${"))
+    return replaced, variables
 
 
 def public_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -102,8 +102,8 @@ def _replaced(
     if isinstance(tree, list | tuple):
         items = enumerate(cast("list[Any]", tree))
         if is_secret(name):
-            return [replace(f"{path}_{i}", one) if isinstance(one, str) else one for i, one in items]
-        return [_replaced(one, f"{path}.{i}", replace, keep) for i, one in items]
+            return [replace(f"{path}_{i}", item) if isinstance(item, str) else item for i, item in items]
+        return [_replaced(item, f"{path}.{i}", replace, keep) for i, item in items]
     if is_secret(name, tree):
         return replace(path, tree)
     if name in _VARIABLE_LISTS and isinstance(tree, str):

@@ -137,10 +137,10 @@ def options_without_effect(config: Any) -> list[NoEffect]:
 
 def notice_of(config: Any) -> str:
     """The notice for a run's start: the options without effect, one a line, each with its condition; '' = none."""
-    found = options_without_effect(config)
-    if not found:
+    unused = options_without_effect(config)
+    if not unused:
         return ""
-    lines = [f"{one.path} has an effect only when {one.sentence}." for one in found]
+    lines = [f"{option.path} has an effect only when {option.sentence}." for option in unused]
     return "\n  ".join(["options without effect under these settings (strict_config=true refuses them):", *lines])
 
 
@@ -202,8 +202,8 @@ Problems = Iterable[Problem | tuple[str, str]]
 
 def below(section: str, problems: Problems) -> Problems:
     """`problems` of a section, with paths from the enclosing section."""
-    for found in problems:
-        problem = Problem(*found)
+    for fields in problems:
+        problem = Problem(*fields)
         yield problem._replace(path=f"{section}.{problem.path}")
 
 
@@ -257,9 +257,9 @@ class WithNames:
         for entry in dataclasses.fields(self):
             value = vars(self)[entry.name]
             if isinstance(entry.default, Named) and isinstance(value, str | dict):
-                given = {"name": value} if isinstance(value, str) else cast("dict[str, Any]", value)
-                options = registered(entry.metadata["kind"], given["name"], key=entry.name).options or Named
-                object.__setattr__(self, entry.name, options(**given))
+                fields = {"name": value} if isinstance(value, str) else cast("dict[str, Any]", value)
+                options = registered(entry.metadata["kind"], fields["name"], key=entry.name).options or Named
+                object.__setattr__(self, entry.name, options(**fields))
 
 
 def number(
@@ -465,7 +465,7 @@ def nearest(root: type[Any], section: str, below: type[Any], key: str) -> str:
     return next(iter(difflib.get_close_matches(key, paths, n=1, cutoff=0.7)), "")
 
 
-def with_defaults(cls: type[Any], given: dict[str, Any], instance: Any = None) -> dict[str, Any]:
+def with_defaults(cls: type[Any], written: dict[str, Any], instance: Any = None) -> dict[str, Any]:
     """`given` laid over the values of `instance`, or else over the defaults of `cls`, as plain mappings and lists.
 
     A section that is null by default takes the defaults of its class once `given` holds a key of it. So does every
@@ -474,7 +474,7 @@ def with_defaults(cls: type[Any], given: dict[str, Any], instance: Any = None) -
     tree: dict[str, Any] = {}
     for name, spec in fields_of(cls).items():
         default = spec.default if instance is None else cast("Any", vars(instance)[name])
-        user = given.get(name, default)
+        user = written.get(name, default)
         if spec.is_section and (isinstance(user, dict) or dataclasses.is_dataclass(user)):
             opened = cast("dict[str, Any]", user) if isinstance(user, dict) else {}
             tree[name] = with_defaults(spec.hint, opened, default if dataclasses.is_dataclass(default) else None)
@@ -482,7 +482,7 @@ def with_defaults(cls: type[Any], given: dict[str, Any], instance: Any = None) -
             tree[name] = [_item_with_defaults(spec.item_section, item) for item in cast("list[Any]", user)]
         else:
             tree[name] = dataclasses.asdict(user) if isinstance(user, Named) else user
-    return tree | {name: value for name, value in given.items() if name not in tree}
+    return tree | {name: value for name, value in written.items() if name not in tree}
 
 
 def _item_with_defaults(cls: type[Any], item: Any) -> Any:

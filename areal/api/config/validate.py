@@ -56,18 +56,18 @@ def conflicts(config: Any, written: Mapping[str, Any] | None = None, prefix: str
                 if dataclasses.is_dataclass(item):
                     yield from conflicts(item, None, f"{prefix}{name}[{place}].")
     report: Callable[[], Problems] | None = getattr(config, "problems", None)
-    for found in () if report is None else report():
-        problem = ConfigProblem(*found)
+    for fields in () if report is None else report():
+        problem = ConfigProblem(*fields)
         yield problem._replace(path=f"{prefix}{problem.path}") if prefix else problem
 
 
-def converted(cls: type[T], given: Mapping[str, Any], base: T | None = None) -> tuple[T | None, list[ConfigProblem]]:
+def converted(cls: type[T], fields: Mapping[str, Any], base: T | None = None) -> tuple[T | None, list[ConfigProblem]]:
     """The instance of `cls` with the values of `given` over those of `base` (None = the defaults), and what is wrong.
 
     A wrong value is left out, so that the default takes its place. None: a value is missing that has no default.
     """
     conversion = _Conversion(cls)
-    return conversion.section(cls, given, "", base), conversion.problems
+    return conversion.section(cls, fields, "", base), conversion.problems
 
 
 class _WrongError(Exception):
@@ -84,11 +84,11 @@ class _Conversion:
         self.problems: list[ConfigProblem] = []
         self._root = root
 
-    def section(self, cls: type[T], given: Mapping[Any, Any], path: str, base: T | None = None) -> T | None:
+    def section(self, cls: type[T], fields: Mapping[Any, Any], path: str, base: T | None = None) -> T | None:
         """The section at `path`: `given` over `base`. None when a value is missing that has no default."""
         specs, values = fields_of(cls), dict[str, Any]()
         prefix = f"{path}." if path else ""
-        for key, value in given.items():
+        for key, value in fields.items():
             spec, here = specs.get(key), f"{prefix}{key}"
             if spec is None:
                 self.problems.append(self._unknown(cls, path, str(key), here))
@@ -105,9 +105,9 @@ class _Conversion:
                 continue
             default = spec.entry.default if base is None else vars(base)[name]
             has_none = default is dataclasses.MISSING is spec.entry.default_factory
-            if name not in given and (has_none or (isinstance(default, str) and default == MISSING)):
+            if name not in fields and (has_none or (isinstance(default, str) and default == MISSING)):
                 self.problems.append(_required(f"{prefix}{name}"))
-            elif name not in given and spec.needs_values and default is not None:
+            elif name not in fields and spec.needs_values and default is not None:
                 self.section(spec.hint, {}, f"{prefix}{name}")
             is_whole = is_whole and not has_none
         if not is_whole:
@@ -138,28 +138,28 @@ class _Conversion:
 
     def _below(self, spec: FieldSpec, cls: type[Any], value: Any, path: str, default: Any) -> Any:
         if dataclasses.is_dataclass(value):
-            found = self.section(cast("type[Any]", type(value)), vars(value), path)
+            section = self.section(cast("type[Any]", type(value)), vars(value), path)
         elif isinstance(value, dict):
             base = default if dataclasses.is_dataclass(default) else None
-            found = self.section(cls, cast("dict[Any, Any]", value), path, base)
+            section = self.section(cls, cast("dict[Any, Any]", value), path, base)
         else:
             self.problems.append(_problem(path, _WrongError(value, cls, ""), spec))
-            found = None
-        if found is None:
+            section = None
+        if section is None:
             raise _WrongError(value, cls, None)
-        return found
+        return section
 
     def _named(self, spec: FieldSpec, value: Any, path: str) -> Any:
         """The name of a registered thing, with its own options where a mapping gives them."""
         value = vars(value) if isinstance(value, Named) else value
-        given = cast("dict[Any, Any]", value) if isinstance(value, dict) else {"name": _read(value, str, "")}
-        name = given.get("name", str(spec.default))
+        fields = cast("dict[Any, Any]", value) if isinstance(value, dict) else {"name": _read(value, str, "")}
+        name = fields.get("name", str(spec.default))
         if name not in spec.choices:
             raise _WrongError(name, str, "", "config.not_a_choice")
-        found = self.section(registered(spec.kind, name).options or Named, {"name": name} | given, path)
-        if found is None:
+        section = self.section(registered(spec.kind, name).options or Named, {"name": name} | fields, path)
+        if section is None:
             raise _WrongError(value, spec.hint, None)
-        return found
+        return section
 
     def _unknown(self, cls: type[Any], section: str, key: str, path: str) -> ConfigProblem:
         guess = nearest(self._root, section, cls, key)
@@ -305,7 +305,7 @@ def _is_below(path: str, section: str) -> bool:
 def _holds_bool(value: Any) -> bool:
     """Whether YAML read a bare word such as yes as true or false."""
     values = cast("list[Any]", value if isinstance(value, list) else [value])
-    return any(isinstance(one, bool) for one in values)
+    return any(isinstance(value, bool) for value in values)
 
 
 def shown(value: Any, path: str = "") -> str:
