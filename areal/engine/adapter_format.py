@@ -107,16 +107,16 @@ class PeftAdapter:
         shapes |= {f"{name}.weight": layer.weight.shape for name, layer in self.adapters.layers.items()}
         adapter_weights(folder, self.adapters.config, self._base, shapes)
         with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as opened:
-            found = set(opened.keys())
-            if other := sorted(found ^ set(names)):
-                what = "has weights that the model does not train" if other[0] in found else "lacks weights"
+            stored = set(opened.keys())
+            if other := sorted(stored ^ set(names)):
+                what = "has weights that the model does not train" if other[0] in stored else "lacks weights"
                 message = f"the adapter in {folder} {what}, among them {other[0]}: change actor.lora"
                 raise InputError(message, code="adapter.other_settings")
-            for given, name in names.items():
-                value: Tensor = opened.get_tensor(given)
+            for name_in_file, name in names.items():
+                value: Tensor = opened.get_tensor(name_in_file)
                 if value.shape != targets[name].shape:
                     shapes = f"{list(value.shape)}, not {list(targets[name].shape)}"
-                    message = f"the adapter in {folder}: {given} has shape {shapes}"
+                    message = f"the adapter in {folder}: {name_in_file} has shape {shapes}"
                     raise InputError(message, code="adapter.other_base")
                 copy_part(targets[name], value)
 

@@ -79,7 +79,7 @@ def role_of(config: BaseExperimentConfig, key: str) -> ModelRole:
 def refused_models(config: BaseExperimentConfig) -> list[tuple[str, str]]:
     """Line and code for each model in a local folder that its engine will refuse, whatever its weights are, or that
     native servers will."""
-    found: dict[tuple[str, str], None] = {}
+    refusals: dict[tuple[str, str], None] = {}
     for key, model in config.models.items():
         if config.train_backend == "fsdp" and Path(model.path, "config.json").is_file():
             try:
@@ -87,8 +87,8 @@ def refused_models(config: BaseExperimentConfig) -> list[tuple[str, str]]:
                 if key == "actor" and isinstance(config, PPOConfig) and config.server_backend == "native":
                     require_native(built)
             except ArealError as error:
-                found[str(error), error.code] = None
-    return list(found)
+                refusals[str(error), error.code] = None
+    return list(refusals)
 
 
 if __name__ == "__main__":

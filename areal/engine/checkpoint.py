@@ -184,10 +184,10 @@ class HostCopies:
         """The pieces with copied values. They stay valid until the next call."""
         result: dict[str, Piece] = {}
         for name, piece in pieces.items():
-            values, own = piece.values, self._copies.get(name)
-            if own is None or (own.shape, own.dtype) != (values.shape, values.dtype):
-                own = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-            result[name] = Piece(own.copy_(values, non_blocking=True), piece.offsets)
+            values, copy = piece.values, self._copies.get(name)
+            if copy is None or (copy.shape, copy.dtype) != (values.shape, values.dtype):
+                copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+            result[name] = Piece(copy.copy_(values, non_blocking=True), piece.offsets)
         self._copies = {name: piece.values for name, piece in result.items()}
         if any(piece.values.is_cuda for piece in pieces.values()):
             torch.cuda.current_stream().synchronize()
@@ -228,12 +228,12 @@ class RecoveryReader:
             facts: dict[str, Any] = json.loads((folder / _STATE).read_bytes())
         except (OSError, ValueError) as error:
             raise InputError(f"{folder} contains no recovery state: {error}", code="checkpoint.missing") from error
-        if (found := facts["format"]) != _FORMAT:
-            message = f"recovery state in {folder} has format {found}: use the version of areal that wrote it"
+        if (present := facts["format"]) != _FORMAT:
+            message = f"recovery state in {folder} has format {present}: use the version of areal that wrote it"
             raise InputError(message, code="checkpoint.other_run")
-        if (found := facts.get("base", "")) != base:
+        if (present := facts.get("base", "")) != base:
             whole = "all weights of a model"
-            message = f"recovery state in {folder} has {found or whole}, but this run has {base or whole}"
+            message = f"recovery state in {folder} has {present or whole}, but this run has {base or whole}"
             raise InputError(message, code="checkpoint.other_base")
         self.num_steps = int(facts["num_steps"])
         self._reader = HuggingFaceStorageReader(str(folder))
@@ -253,7 +253,7 @@ class RecoveryReader:
     def kinds(self, weight: str) -> dict[str, TensorStorageMetadata]:
         """Kind -> size and type of the optimiser state of a weight."""
         prefix = f"optimizer/{weight}/"
-        return {name[len(prefix) :]: found for name, found in self._tensors.items() if name.startswith(prefix)}
+        return {name[len(prefix) :]: saved for name, saved in self._tensors.items() if name.startswith(prefix)}
 
     def gradient(self, weight: str) -> TensorStorageMetadata | None:
         """Size and type of the gradient of a weight; None = there is none."""
@@ -281,16 +281,16 @@ class RecoveryReader:
     def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """The planner of torch leaves a tensor as it is where no file has its values."""
         for name, shape in shapes.items():
-            found = self._tensors.get(f"weights/{name}")
-            if found is None or tuple(found.size) != shape:
-                what = f"{name} has shape {list(found.size)}" if found else f"{name} is missing"
+            saved = self._tensors.get(f"weights/{name}")
+            if saved is None or tuple(saved.size) != shape:
+                what = f"{name} has shape {list(saved.size)}" if saved else f"{name} is missing"
                 message = f"recovery state {self._folder}: {what}, the model's has shape {list(shape)}"
                 raise InputError(message, code="model.weights_do_not_fit")
-        for name, found in self._tensors.items():
+        for name, saved in self._tensors.items():
             if name.startswith("weights/") and name.removeprefix("weights/") not in shapes:
                 message = f"recovery state {self._folder} has {name.removeprefix('weights/')}, which the model has not"
                 raise InputError(message, code="model.weights_do_not_fit")
-            if missing := found.size.numel() - sum(chunk.sizes.numel() for chunk in found.chunks):
+            if missing := saved.size.numel() - sum(chunk.sizes.numel() for chunk in saved.chunks):
                 raise self._damaged(f"{missing} values of {name} are in no file")
 
     def _damaged(self, cause: object) -> InputError:
@@ -307,24 +307,24 @@ class _PiecePlanner(DefaultLoadPlanner):
         items: list[ReadItem] = []
         for name, piece in self._pieces.items():
             chunk = ChunkStorageMetadata(torch.Size(piece.offsets), piece.values.shape)
-            found = self.metadata.state_dict_metadata[name]
-            assert isinstance(found, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, found, [chunk])
+            stored = self.metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, stored, [chunk])
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self._pieces[index.fqn].values
 
 
-def empty_like(weight: Tensor, found: TensorStorageMetadata) -> Tensor:
+def empty_like(weight: Tensor, stored: TensorStorageMetadata) -> Tensor:
     """Memory for optimiser state: a number, or a tensor sharded as the weight is, with as many columns or fewer."""
-    dtype, own = found.properties.dtype, local_part(weight)
-    if len(found.size) < weight.ndim:
-        return torch.zeros(found.size, dtype=dtype, device=weight.device)
-    shape = own.shape
-    if found.size != weight.shape:  # one value for several columns
-        shape = (*shape[:-1], found.size[-1] * shape[-1] // weight.shape[-1])
-    return sharded_as(weight, own.new_zeros(shape, dtype=dtype))
+    dtype, local = stored.properties.dtype, local_part(weight)
+    if len(stored.size) < weight.ndim:
+        return torch.zeros(stored.size, dtype=dtype, device=weight.device)
+    shape = local.shape
+    if stored.size != weight.shape:  # one value for several columns
+        shape = (*shape[:-1], stored.size[-1] * shape[-1] // weight.shape[-1])
+    return sharded_as(weight, local.new_zeros(shape, dtype=dtype))
 
 
 def _once(chunks: Iterable[ChunkStorageMetadata]) -> list[ChunkStorageMetadata]:

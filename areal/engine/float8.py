@@ -45,9 +45,9 @@ class Float8Layers:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         from torchao.float8.float8_linear import Float8Linear
 
-        own = Float8LinearConfig.from_recipe_name(config.recipe)
+        recipe = Float8LinearConfig.from_recipe_name(config.recipe)
         is_emulated = mesh.device.type == "cpu"
-        own = replace(own, emulate=is_emulated, pad_inner_dim=True)  # the tokens of a row are no multiple of 16
+        recipe = replace(recipe, emulate=is_emulated, pad_inner_dim=True)  # the tokens of a row are no multiple of 16
         layers = _chosen(model, config, mesh, is_emulated=is_emulated)
         whole = {name: layer for name, layer in layers.items() if not isinstance(layer, LoRALinear)}
         is_even = all(layer.out_features % shards == 0 for layer in whole.values())  # torchao does not pad parts
@@ -57,11 +57,11 @@ class Float8Layers:
         convert_to_float8_training(
             model,
             module_filter_fn=lambda module, name: whole.get(name) is module,
-            config=replace(own, enable_fsdp_float8_all_gather=self._gathers),
+            config=replace(recipe, enable_fsdp_float8_all_gather=self._gathers),
         )
         for layer in layers.values():
             if isinstance(layer, LoRALinear):
-                layer.product = _product_of(Float8Linear.from_float(layer, own))
+                layer.product = _product_of(Float8Linear.from_float(layer, recipe))
         self.exact = [model.get_submodule(name) for name in whole if config.recipe == "tensorwise"]
         """Layers that round the stored weights, as ranks do that gather them in 8 bits; others those in the compute
         type."""
@@ -76,9 +76,9 @@ class Float8Layers:
 
 
 def _require_card(device: torch.device) -> None:
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _CAPABILITY:
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY:
         text = f"fp8 needs a GPU of compute capability 8.9 (Ada, Hopper): {torch.cuda.get_device_name(device)} has"
-        raise ConfigError(f"{text} {found[0]}.{found[1]}: remove it", code="launch.no_gpu")
+        raise ConfigError(f"{text} {capability[0]}.{capability[1]}: remove it", code="launch.no_gpu")
 
 
 def _chosen(
@@ -92,11 +92,11 @@ def _chosen(
     left_out = {model.get_output_embeddings(), model._modules.get("score"), *linear_without_call(model)}
     left_out |= {part for tower in other_towers(model) for part in tower.modules()}
     linear = {
-        name: one
-        for name, one in model.named_modules()
-        if type(one) in (nn.Linear, LoRALinear)
-        and isinstance(one, nn.Linear)
-        and one not in left_out
+        name: layer
+        for name, layer in model.named_modules()
+        if type(layer) in (nn.Linear, LoRALinear)
+        and isinstance(layer, nn.Linear)
+        and layer not in left_out
         and not (is_of_experts(name) or ROUTERS & set(name.split(".")))
     }
     for part in config.filter_fqns:
@@ -105,17 +105,21 @@ def _chosen(
                 f"fp8.filter_fqns: {part!r} is in no name of a linear layer; the first one is {next(iter(linear), '')}"
             )
             raise ConfigError(text, code="model.no_such_weight")
-    named = {name: one for name, one in linear.items() if not any(part in name for part in config.filter_fqns)}
+    named = {name: layer for name, layer in linear.items() if not any(part in name for part in config.filter_fqns)}
     multiple = FLOAT8_MULTIPLE * mesh.tensor.size
-    found = {name: one for name, one in named.items() if one.in_features % multiple == one.out_features % multiple == 0}
-    text = f"fp8: {len(found)} of {len(linear)} linear layers compute in 8 bits ({config.recipe}"
+    chosen = {
+        name: layer
+        for name, layer in named.items()
+        if layer.in_features % multiple == layer.out_features % multiple == 0
+    }
+    text = f"fp8: {len(chosen)} of {len(linear)} linear layers compute in 8 bits ({config.recipe}"
     text += f"{', emulated on the CPU' if is_emulated else ''}), {len(linear) - len(named)} are in filter_fqns, "
-    text += f"{len(named) - len(found)} have sizes that {multiple} does not divide"
-    if not found:
+    text += f"{len(named) - len(chosen)} have sizes that {multiple} does not divide"
+    if not chosen:
         raise ConfigError(f"{text}: remove fp8", code="model.unsupported")
     if mesh.rank == 0:
         get_logger("engine").info(text)
-    return found
+    return chosen
 
 
 def _product_of(layer: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
@@ -145,8 +149,8 @@ def _product_of(layer: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]
             return torchao_product.forward(_Unused(), upstream[0], weight, of_gradient, for_gradient), None
 
     def product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        found: Any = Product.apply(input, weight)
-        return found if bias is None else found + bias.to(found.dtype)
+        result: Any = Product.apply(input, weight)
+        return result if bias is None else result + bias.to(result.dtype)
 
     return product
 

@@ -262,14 +262,14 @@ class FSDPEngine:
                     positions, _ = token_positions(batch.cu_seqlens, micro.source_index)
                 else:
                     micro, inputs = None, dummy_input(batch, self._mesh.device)
-                own = self._own(self._with_images(inputs, micro))
+                local = self._own(self._with_images(inputs, micro))
                 if self._routing is not None:
-                    self._routing.begin(own.routed_experts, is_counting=False)
-                found: tuple[Tensor, ...] = self._model(own)
+                    self._routing.begin(local.routed_experts, is_counting=False)
+                outputs: tuple[Tensor, ...] = self._model(local)
                 if not whole:
-                    shapes = [(batch.num_tokens, *values.shape[1:]) for values in found]
-                    whole = [torch.zeros(s, dtype=v.dtype) for s, v in zip(shapes, found, strict=True)]
-                for target, values in zip(whole, found, strict=True):
+                    shapes = [(batch.num_tokens, *values.shape[1:]) for values in outputs]
+                    whole = [torch.zeros(s, dtype=v.dtype) for s, v in zip(shapes, outputs, strict=True)]
+                for target, values in zip(whole, outputs, strict=True):
                     if indices:
                         target[positions] = values.cpu()
         if isinstance(self._model, FSDPModule):
@@ -318,14 +318,14 @@ class FSDPEngine:
         self, inputs: ModelInput, num_tokens: float, *, is_dummy: bool = False
     ) -> tuple[tuple[Tensor, ...], Tensor | float]:
         """The outputs, and this rank's part of the load-balance loss times the ranks over which FSDP averages."""
-        own, routing, ranks = self._own(inputs), self._routing, self._mesh.context
+        local, routing, ranks = self._own(inputs), self._routing, self._mesh.context
         if routing is None:
-            return self._model(own), 0.0
-        routing.begin(own.routed_experts, is_counting=True)
-        values: tuple[Tensor, ...] = self._model(own)
-        place = torch.arange(own.input_ids.numel(), device=own.input_ids.device) * ranks.size + ranks.rank
+            return self._model(local), 0.0
+        routing.begin(local.routed_experts, is_counting=True)
+        values: tuple[Tensor, ...] = self._model(local)
+        place = torch.arange(local.input_ids.numel(), device=local.input_ids.device) * ranks.size + ranks.rank
         valid = place < (0 if is_dummy else inputs.input_ids.numel())
-        valid = valid if own.tree is None else own.tree.counts
+        valid = valid if local.tree is None else local.tree.counts
         loss = routing.finish(valid, self._mesh.all_reduce, num_tokens)
         return values, 0.0 if loss is None else loss * (self.dp_size * ranks.size)
 
@@ -387,10 +387,12 @@ class FSDPEngine:
         write_folder(path, self._mesh, staged.write)
 
     def stage(self, *, copies: bool, with_gradients: bool = False) -> StagedPieces:
-        optimizer, own = self._optimizer, self._changing()
-        tensors = {f"weights/{name}": value for name, value in own.items()}
+        optimizer, changing = self._optimizer, self._changing()
+        tensors = {f"weights/{name}": value for name, value in changing.items()}
         if with_gradients:
-            tensors |= {f"gradients/{name}": one.grad for name, one in own.items() if one.grad is not None}
+            tensors |= {
+                f"gradients/{name}": weight.grad for name, weight in changing.items() if weight.grad is not None
+            }
         if optimizer is not None:
             tensors |= {f"optimizer/{name}": value for name, value in optimizer.state().items()}
         pieces = own_pieces(tensors, self._mesh.rank, self._mesh.world_size)
@@ -403,17 +405,17 @@ class FSDPEngine:
         )
 
     def load(self, path: Path) -> None:
-        own = self._changing()
-        reader = RecoveryReader(path, {name: tuple(weight.shape) for name, weight in own.items()}, self._base)
+        changing = self._changing()
+        reader = RecoveryReader(path, {name: tuple(weight.shape) for name, weight in changing.items()}, self._base)
         state: dict[str, Tensor] = {}
-        for name, weight in own.items() if self._optimizer is not None else ():
-            for kind, found in reader.kinds(name).items():
-                state[f"{name}/{kind}"] = empty_like(weight, found)
-        weights = {f"weights/{name}": weight.detach() for name, weight in own.items()}
+        for name, weight in changing.items() if self._optimizer is not None else ():
+            for kind, stored in reader.kinds(name).items():
+                state[f"{name}/{kind}"] = empty_like(weight, stored)
+        weights = {f"weights/{name}": weight.detach() for name, weight in changing.items()}
         gradients: dict[str, Tensor] = {}
-        for name, weight in own.items():
-            if (found := reader.gradient(name)) is not None:
-                weight.grad = gradients[f"gradients/{name}"] = empty_like(weight, found)
+        for name, weight in changing.items():
+            if (stored := reader.gradient(name)) is not None:
+                weight.grad = gradients[f"gradients/{name}"] = empty_like(weight, stored)
         weights |= gradients
         reader.fill(weights | {f"optimizer/{name}": value for name, value in state.items()})
         if self._optimizer is not None:
@@ -435,11 +437,11 @@ class FSDPEngine:
         return "" if self._lora is None else self._lora.identity
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        own, form, targets = dict(self._model.named_tensors()), self._model.form, dict[str, _Target]()
-        for name, first in [*((name, name) for name in own), *self._model.tied_names().items()]:
+        named, form, targets = dict(self._model.named_tensors()), self._model.form, dict[str, _Target]()
+        for name, first in [*((name, name) for name in named), *self._model.tied_names().items()]:
             parts = form.parts(name)
             for part, target in zip(parts, form.parts(first), strict=True):
-                targets[part.name] = _Target(target.name, own[first], part if len(parts) > 1 else None)
+                targets[part.name] = _Target(target.name, named[first], part if len(parts) > 1 else None)
         self._copy(weights, targets, "the given weights")
 
     def reset_optimizer(self) -> None:
@@ -455,9 +457,9 @@ class FSDPEngine:
             raise InputError("a batch has images, and the model takes none", code="model.no_images")
 
         def all_max(facts: Tensor) -> Tensor:
-            found = self._mesh.all_reduce(torch.cat([facts, facts.new_tensor([float(len(batch.images))])]), op="max")
-            self._runs_tower = self._vision is not None and bool(found[-1])
-            return found[:-1]
+            maxima = self._mesh.all_reduce(torch.cat([facts, facts.new_tensor([float(len(batch.images))])]), op="max")
+            self._runs_tower = self._vision is not None and bool(maxima[-1])
+            return maxima[:-1]
 
         reduce_max = checked_ids(batch, vocab_size, all_max, with_candidates=self._model.spec.candidates is not None)
         patches = () if self._vision is None else self._vision.num_patches(batch)
@@ -469,10 +471,10 @@ class FSDPEngine:
         """Copy by name; a DTensor takes its shard of the full value. InputError names `source`."""
         missing = {target.name for target in targets.values()}
         for given_name, value in weights:
-            found = targets.get(given_name)
-            if found is None:
+            target_part = targets.get(given_name)
+            if target_part is None:
                 continue
-            target, part = found.tensor, found.part
+            target, part = target_part.tensor, target_part.part
             shape = target.shape if part is None else part.shape
             if tuple(shape) != tuple(value.shape):
                 message = f"{source}: {given_name} has shape {list(value.shape)}, the model's has {list(shape)}"
@@ -481,7 +483,7 @@ class FSDPEngine:
                 copy_stored_part(target, part, value)
             else:
                 copy_part(target, value)
-            missing.discard(found.name)
+            missing.discard(target_part.name)
         if missing:
             message = f"{source}: {len(missing)} weights of the model are missing, among them {min(missing)}"
             raise InputError(message, code="model.weights_do_not_fit")
@@ -620,9 +622,9 @@ def _require_whole_states(model: PreTrainedModel, dims: ParallelDims) -> None:
 def _draws_in_training(hf_model: PreTrainedModel, config: TrainEngineConfig) -> bool:
     """Whether a pass in training draws random numbers, for dropout or for routers."""
     text = hf_model.config.get_text_config()
-    found = any(isinstance(module, nn.Dropout) and module.p > 0 for module in hf_model.modules())
-    found |= any(getattr(text, name, 0.0) for name in ("attention_dropout", "router_jitter_noise"))
-    return found or (config.lora is not None and config.lora.dropout > 0)
+    draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in hf_model.modules())
+    draws |= any(getattr(text, name, 0.0) for name in ("attention_dropout", "router_jitter_noise"))
+    return draws or (config.lora is not None and config.lora.dropout > 0)
 
 
 def _as_trees(
@@ -670,25 +672,25 @@ def _optimizer(
 
 def _matrices(hf_model: PreTrainedModel) -> set[str]:
     """Names of the weights of linear layers, without the output head and heads of one output, and those of experts."""
-    found: set[str] = set()
+    matrices: set[str] = set()
     for path, module in hf_model.named_modules():
         is_linear = isinstance(module, nn.Linear) and module is not hf_model.get_output_embeddings()
         for name, weight in module.named_parameters(recurse=False):
             is_of_experts = weight.ndim == 3 and not isinstance(module, nn.Conv1d) and not name.endswith("bias")
             if ((is_linear and weight.ndim == 2) or is_of_experts) and min(weight.shape[-2:]) > 1:
-                found.add(f"{path}.{name}")
-    return found
+                matrices.add(f"{path}.{name}")
+    return matrices
 
 
 def _freeze(hf_model: PreTrainedModel, patterns: Sequence[str]) -> None:
     """Exclude the weights whose names match from training. ConfigError for a pattern without a match."""
     weights = dict(hf_model.named_parameters())
     for pattern in patterns:
-        found = [name for name in weights if re.search(pattern, name)]
-        if not found:
+        matching = [name for name in weights if re.search(pattern, name)]
+        if not matching:
             text = f"freeze: no weight of the model matches {pattern!r}; the first one is {next(iter(weights))}"
             raise ConfigError(text, code="model.no_such_weight")
-        for name in found:
+        for name in matching:
             weights[name].requires_grad_(False)
 
 

@@ -60,9 +60,9 @@ def read_weights(model: PreTrainedModel, form: StoredForm, folder: Path, *, head
         if len(parts) > 1:
             missing += _read_parts(target, parts, places, model.base_model_prefix, folder)
             continue
-        found = _stored_name([form.parts(name)[0].name for name in names], places, model.base_model_prefix)
-        if found is not None:
-            _read_rows(target, places[found], found, folder)
+        stored = _stored_name([form.parts(name)[0].name for name in names], places, model.base_model_prefix)
+        if stored is not None:
+            _read_rows(target, places[stored], stored, folder)
         elif names == [HEAD] and head_seed is not None:
             draw_head(target, head_seed)
         else:
@@ -98,46 +98,46 @@ def _read_parts(
     """Read the stored weights that have elements of this rank. Returns the names of those that are missing."""
     missing: list[str] = []
     for part in parts:
-        found = _stored_name([part.name], places, prefix)
-        if found is None:
+        stored_name = _stored_name([part.name], places, prefix)
+        if stored_name is None:
             missing.append(part.name)
         elif len(_own_elements(target, part)[0]):
-            with safe_open(places[found], framework="pt") as opened:
-                stored = opened.get_tensor(found)
+            with safe_open(places[stored_name], framework="pt") as opened:
+                stored = opened.get_tensor(stored_name)
             if tuple(stored.shape) != part.shape:
-                raise _other_shape(folder, found, stored.shape, part.shape)
+                raise _other_shape(folder, stored_name, stored.shape, part.shape)
             copy_stored_part(target, part, stored)
     return missing
 
 
 def copy_stored_part(target: Tensor, part: StoredPart, stored: Tensor) -> None:
     """Copy a stored weight into this rank's elements of the parameter that contains it."""
-    own, skipped = _own_elements(target, part)
-    own.copy_(stored.flatten()[skipped : skipped + len(own)])
+    local, skipped = _own_elements(target, part)
+    local.copy_(stored.flatten()[skipped : skipped + len(local)])
 
 
 def _own_elements(target: Tensor, part: StoredPart) -> tuple[Tensor, int]:
     """This rank's elements of a stored weight, and the number of elements before them in the stored weight."""
-    (rows, *others), own = region_of(target), local_part(target)
+    (rows, *others), local = region_of(target), local_part(target)
     if [each.stop - each.start for each in others] != list(target.shape[1:]):
         message = f"{part.name} is a part of a weight whose columns several tensor ranks split: leave t out"
         raise ConfigError(message, code="model.cannot_split")
-    flat, begin = own.view(-1), rows.start * math.prod(target.shape[1:])
+    flat, begin = local.view(-1), rows.start * math.prod(target.shape[1:])
     start = max(part.offset, begin)
     end = max(start, min(part.offset + part.size, begin + flat.numel()))
     return flat[start - begin : end - begin], start - part.offset
 
 
-def _other_shape(folder: Path, name: str, found: Sequence[int], wanted: Sequence[int]) -> InputError:
-    shapes = f"{name} has shape {list(found)}, but {list(wanted)} according to config.json"
+def _other_shape(folder: Path, name: str, present: Sequence[int], wanted: Sequence[int]) -> InputError:
+    shapes = f"{name} has shape {list(present)}, but {list(wanted)} according to config.json"
     return InputError(f"checkpoint {folder}: {shapes}", code="model.weights_do_not_fit")
 
 
 def _read_rows(target: Tensor, file: Path, name: str, folder: Path) -> None:
     with safe_open(file, framework="pt") as opened:
         stored = opened.get_slice(name)
-        if (found := list(stored.get_shape())) != list(target.shape):
-            raise _other_shape(folder, name, found, target.shape)
+        if (present := list(stored.get_shape())) != list(target.shape):
+            raise _other_shape(folder, name, present, target.shape)
         if target.ndim == 0:
             target.copy_(opened.get_tensor(name))
         else:
@@ -146,10 +146,10 @@ def _read_rows(target: Tensor, file: Path, name: str, folder: Path) -> None:
 
 def _copy_own(target: Tensor, part_of: Callable[[Region], Tensor]) -> None:
     """Copy this rank's part of a parameter."""
-    region, own = region_of(target), local_part(target)
-    assert own.shape == torch.Size([each.stop - each.start for each in region]), "the parameter is split otherwise"
-    if own.numel():
-        own.copy_(part_of(region))
+    region, local = region_of(target), local_part(target)
+    assert local.shape == torch.Size([each.stop - each.start for each in region]), "the parameter is split otherwise"
+    if local.numel():
+        local.copy_(part_of(region))
 
 
 @torch.no_grad()
@@ -217,23 +217,24 @@ def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 
 @contextmanager
-def _replaced_parameters(module: nn.Module, own: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def _replaced_parameters(module: nn.Module, own_parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Inside the block the module has the parameters `own`, and others of it and of its children have no memory.
 
     A rule may also draw weights of children, and on sharded ones that is a collective.
     """
     kept = [
-        (one, {name: value for name, value in one._parameters.items() if value is not None}) for one in module.modules()
+        (part, {name: value for name, value in part._parameters.items() if value is not None})
+        for part in module.modules()
     ]
-    for one, parameters in kept:
+    for part, parameters in kept:
         for name, value in parameters.items():
-            one._parameters[name] = nn.Parameter(torch.empty(value.shape, device="meta"))
-    module._parameters.update(own)
+            part._parameters[name] = nn.Parameter(torch.empty(value.shape, device="meta"))
+    module._parameters.update(own_parameters)
     try:
         yield
     finally:
-        for one, parameters in kept:
-            one._parameters.update(parameters)
+        for part, parameters in kept:
+            part._parameters.update(parameters)
 
 
 def _owned_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
@@ -333,7 +334,7 @@ def other_towers(model: PreTrainedModel) -> list[nn.Module]:
     if getattr(model.config, "vision_config", None) is None:
         return []
     children = [*model.children(), *model.base_model.children()]
-    return [child for child in children if not any(child is one for one in used)]
+    return [child for child in children if not any(child is tower for tower in used)]
 
 
 def fill_model(
@@ -458,8 +459,8 @@ def _from_weights(
         use_safetensors=True,
         ignore_mismatched_sizes=True,  # refused below, in one line
     )
-    for name, found, wanted in sorted(info["mismatched_keys"]):
-        message = f"checkpoint {folder}: {name} has shape {list(found)}, but {list(wanted)} according to config.json"
+    for name, present, wanted in sorted(info["mismatched_keys"]):
+        message = f"checkpoint {folder}: {name} has shape {list(present)}, but {list(wanted)} according to config.json"
         raise InputError(message, code="model.weights_do_not_fit")
     missing = sorted(info["missing_keys"])
     if head_seed is not None and missing == [HEAD]:

@@ -194,8 +194,8 @@ def linear_logprobs(
         float32_head=float32_head,
     )
     valid = torch.ones_like(labels, dtype=torch.bool) if valid is None else valid
-    found: Any = _LinearLogprobs.apply(hidden, weight, bias, wanted, valid, plan)
-    logprobs, entropy, clamped, candidates, top_ids, squared_sums = found
+    applied: Any = _LinearLogprobs.apply(hidden, weight, bias, wanted, valid, plan)
+    logprobs, entropy, clamped, candidates, top_ids, squared_sums = applied
     ids = top_ids if candidate_ids is None else candidate_ids.masked_fill(~valid.unsqueeze(1), 0)
     return TokenOutputs(
         logprobs=logprobs,
@@ -383,8 +383,8 @@ class _Forward:
             values = values.sub_(self._highest.unsqueeze(1)).sub_(log_total.unsqueeze(1))
             return values.masked_fill_(left_out.unsqueeze(1), 0.0)
 
-        found = normalised(self._found)
-        candidates, ids = found[:, 1:].clone() if found.shape[1] > 1 else None, None
+        summed = normalised(self._found)
+        candidates, ids = summed[:, 1:].clone() if summed.shape[1] > 1 else None, None
         if self._all is not None:
             candidates = normalised(self._all)
         elif self._plan.top_k:
@@ -399,7 +399,7 @@ class _Forward:
         if squares is not None:
             squares = (squares / self._total.square()).masked_fill(left_out, 0.0)
         # copies, because FSDP warns about outputs that are views
-        return found[:, 0].clone(), entropy.masked_fill(left_out, 0.0), clamped, candidates, ids, squares
+        return summed[:, 0].clone(), entropy.masked_fill(left_out, 0.0), clamped, candidates, ids, squares
 
     def _merge_top(self, logits: Tensor, tokens: slice, vocabulary: slice) -> None:
         count = self._plan.top_k
@@ -526,9 +526,9 @@ NO_LABEL = -100  # no token has it: positions that are not valid are masked afte
 def require_liger(device: torch.device, outputs: OutputSpec, tensor_ranks: int = 1) -> None:
     """Raise ConfigError unless logprob_kernel=liger can compute `outputs` on `device`."""
     try:
-        found = metadata.version("liger-kernel")
+        installed = metadata.version("liger-kernel")
     except metadata.PackageNotFoundError:
-        found = ""
+        installed = ""
     wanted = ".".join(map(str, MIN_VERSION))
     if outputs != OutputSpec():
         problem = "computes log-probabilities only, but entropy bonuses and full KL divergences need more"
@@ -536,10 +536,10 @@ def require_liger(device: torch.device, outputs: OutputSpec, tensor_ranks: int =
         problem = f"needs the whole vocabulary on each rank, but {tensor_ranks} tensor ranks split it"
     elif device.type != "cuda":
         problem = f"needs CUDA, but the device is {device.type}"
-    elif not found:
+    elif not installed:
         problem = f"needs the package liger-kernel: pip install 'liger-kernel>={wanted}'"
-    elif tuple(map(int, re.findall(r"\d+", found)[:3])) < MIN_VERSION:
-        problem = f"needs liger-kernel {wanted} or newer, but {found} is installed, which computes wrong gradients"
+    elif tuple(map(int, re.findall(r"\d+", installed)[:3])) < MIN_VERSION:
+        problem = f"needs liger-kernel {wanted} or newer, but {installed} is installed, which computes wrong gradients"
     else:
         return
     raise ConfigError(f"logprob_kernel=liger {problem}; or use logprob_kernel=torch", code="model.liger_unavailable")

@@ -69,10 +69,10 @@ class LoRALinear(nn.Linear):
         result = self.product(input, self.weight, self.bias)
         if not self.is_enabled:
             return result
-        given = input
+        states = input
         if self.dropout and self.training:
-            given = _dropout(input, self.dropout, self.in_features, self.own_columns)
-        result = result + F.linear(F.linear(given, self.lora_A), self.lora_B) * self.scale
+            states = _dropout(input, self.dropout, self.in_features, self.own_columns)
+        result = result + F.linear(F.linear(states, self.lora_A), self.lora_B) * self.scale
         if self.start_A is not None and self.start_B is not None:
             result = result - F.linear(F.linear(input, self.start_A), self.start_B) * self.scale
         return result
@@ -121,11 +121,11 @@ class Adapters:
         """Freeze `model` and add adapters to it, without values. Raises ConfigError."""
         self.config = config
         self._model = model
-        found = _targets(model, config)
+        chosen = _targets(model, config)
         saved = _saved_modules(model, config)
         model.requires_grad_(False)
         self._layers: dict[str, LoRALinear] = {}
-        for name, linear in found.items():
+        for name, linear in chosen.items():
             parent, _, attribute = name.rpartition(".")
             self._layers[name] = LoRALinear.around(linear, config)
             setattr(model.get_submodule(parent), attribute, self._layers[name])
@@ -147,12 +147,12 @@ class Adapters:
 
     def trained_whole(self) -> dict[str, nn.Parameter]:
         """The weights of lora.modules_to_save."""
-        return {name: one for name, one in self.trained().items() if not name.endswith((f".{DOWN}", f".{UP}"))}
+        return {name: weight for name, weight in self.trained().items() if not name.endswith((f".{DOWN}", f".{UP}"))}
 
     def target_names(self) -> list[str]:
         """The shortest names that choose these layers in this model: last parts if they choose no other layer."""
         short = sorted({name.rpartition(".")[2] for name in self._layers})
-        others = [name for name, one in self._model.named_modules() if isinstance(one, nn.Linear)]
+        others = [name for name, module in self._model.named_modules() if isinstance(module, nn.Linear)]
         fits = all(name in self._layers for name in others if is_target(name, short))
         return short if fits else sorted(self._layers)
 
@@ -203,12 +203,12 @@ class Adapters:
             layer.is_enabled = enabled
         trained = self.trained()
         for name, base in self._base.items():
-            own = local_part(trained[name])
+            local = local_part(trained[name])
             if not enabled:
-                self._set_aside[name] = own.clone()
-                own.copy_(base)
+                self._set_aside[name] = local.clone()
+                local.copy_(base)
             else:
-                own.copy_(self._set_aside.pop(name))
+                local.copy_(self._set_aside.pop(name))
 
 
 def _initial(layer: LoRALinear, config: LoRAConfig, seed: int) -> tuple[Tensor, Tensor]:
@@ -246,59 +246,71 @@ def _targets(model: PreTrainedModel, config: LoRAConfig) -> dict[str, nn.Linear]
     """
     head, targets = model.get_output_embeddings(), config.target_modules
     excluded = {head, *linear_without_call(model)}
-    linear = {name: one for name, one in model.named_modules() if type(one) is nn.Linear and one not in excluded}
+    linear = {
+        name: module for name, module in model.named_modules() if type(module) is nn.Linear and module not in excluded
+    }
     saved = config.modules_to_save
-    linear = {name: one for name, one in linear.items() if not any(is_saved(part, saved) for part in prefixes(name))}
-    linear = {name: one for name, one in linear.items() if not is_of_experts(name)}
+    linear = {
+        name: layer for name, layer in linear.items() if not any(is_saved(part, saved) for part in prefixes(name))
+    }
+    linear = {name: layer for name, layer in linear.items() if not is_of_experts(name)}
     has_experts = any(map(is_of_experts, _with_weights(model)))
     require_targets(config, list(linear), list(_with_weights(model)), has_experts=has_experts)
     every = targets == ALL_LINEAR or (not isinstance(targets, str) and ALL_LINEAR in targets)
     others = {id(module) for tower in other_towers(model) for module in tower.modules()} if every else set[int]()
     if every and has_experts:
-        others |= {id(one) for name, one in linear.items() if ROUTERS & set(name.split("."))}
+        others |= {id(layer) for name, layer in linear.items() if ROUTERS & set(name.split("."))}
     result = {
-        name: one for name, one in linear.items() if (every or is_target(name, targets)) and id(one) not in others
+        name: layer for name, layer in linear.items() if (every or is_target(name, targets)) and id(layer) not in others
     }
-    result = {name: one for name, one in result.items() if not is_target(name, config.exclude_modules)}
+    result = {name: layer for name, layer in result.items() if not is_target(name, config.exclude_modules)}
     if not isinstance(targets, str) and OUTPUT_HEAD in targets:
         if config.init in ("pissa", "olora"):
             text = f"lora.init={config.init} cannot start the adapter of {OUTPUT_HEAD}: use default"
             raise ConfigError(text, code="adapter.no_target")
-        result |= {name: one for name, one in model.named_modules() if one is head and type(one) is nn.Linear}
+        result |= {
+            name: module for name, module in model.named_modules() if module is head and type(module) is nn.Linear
+        }
     if not result:
         text = f"lora.exclude_modules: {config.exclude_modules} leaves no module of target_modules"
         raise ConfigError(text, code="adapter.no_target")
-    for name, one in result.items() if config.init in ("pissa", "olora") else ():
-        if config.rank > min(one.weight.shape):
-            text = f"lora.rank={config.rank} with init={config.init} exceeds the size {min(one.weight.shape)} of {name}"
+    for name, layer in result.items() if config.init in ("pissa", "olora") else ():
+        if config.rank > min(layer.weight.shape):
+            text = (
+                f"lora.rank={config.rank} with init={config.init} exceeds the size {min(layer.weight.shape)} of {name}"
+            )
             raise ConfigError(f"{text}: lower it", code="adapter.rank")
     return result
 
 
 def frozen_experts(model: nn.Module, config: LoRAConfig) -> str:
     """A line for the start when the user may expect adapters in experts, which stay frozen; else empty."""
-    experts = {name: one for name, one in model.named_parameters() if is_of_experts(name) and not one.requires_grad}
+    experts = {
+        name: weight for name, weight in model.named_parameters() if is_of_experts(name) and not weight.requires_grad
+    }
     targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules
     ends = {name.rpartition(".")[2] for name in experts} | {"gate_proj", "up_proj"}
     if not experts or not (ALL_LINEAR in targets or ends & set(targets)):
         return ""
-    part = sum(one.numel() for one in experts.values()) / sum(one.numel() for one in model.parameters())
+    part = sum(weight.numel() for weight in experts.values()) / sum(weight.numel() for weight in model.parameters())
     return f"lora.target_modules: experts, {part:.0%} of the parameters, get no adapters and stay frozen, as routers do"
 
 
 def _with_weights(model: PreTrainedModel) -> dict[str, nn.Module]:
-    return {name: one for name, one in model.named_modules() if name and next(one.parameters(), None) is not None}
+    return {
+        name: module for name, module in model.named_modules() if name and next(module.parameters(), None) is not None
+    }
 
 
 def _saved_modules(model: PreTrainedModel, config: LoRAConfig) -> list[nn.Module]:
     """The modules of lora.modules_to_save."""
     modules = _with_weights(model)
-    found = {name: module for name, module in modules.items() if is_saved(name, config.modules_to_save)}
-    for name, one in found.items():
-        weights = set(map(id, one.parameters()))
+    saved = {name: module for name, module in modules.items() if is_saved(name, config.modules_to_save)}
+    for name, saved_module in saved.items():
+        weights = set(map(id, saved_module.parameters()))
         for other, two in modules.items():
             is_apart = not f"{name}.".startswith(f"{other}.") and not f"{other}.".startswith(f"{name}.")
             if is_apart and weights & set(map(id, two.parameters())):
                 text = f"lora.modules_to_save: {name} and {other} have one weight, and an adapter cannot replace both"
                 raise ConfigError(f"{text}: remove it", code="model.unsupported")
-    return list(found.values())
+    return list(saved.values())

@@ -51,12 +51,12 @@ def splits_of(tensor: Tensor) -> Splits:
     if not isinstance(tensor, DTensor):
         return ()
     names = tensor.device_mesh.mesh_dim_names or ()
-    found = [
+    splits = [
         (name, placement.dim)  # pyright: ignore[reportAttributeAccessIssue] - a Shard or a _StridedShard
         for name, placement in zip(names, tensor.placements, strict=True)
         if not isinstance(placement, Replicate)
     ]
-    return tuple(sorted(found, key=lambda split: split[0] not in ("tensor", "expert")))
+    return tuple(sorted(splits, key=lambda split: split[0] not in ("tensor", "expert")))
 
 
 def region_in(shape: Sequence[int], splits: Splits, sizes: Mapping[str, int], places: Mapping[str, int]) -> Region:
@@ -91,18 +91,18 @@ def whole_tensor(tensor: Tensor) -> Tensor:
         mesh_dim = (mesh.mesh_dim_names or ()).index(name)
         whole.append((mesh_dim, dim, sizes[dim]))
         sizes[dim] = -(-sizes[dim] // mesh.size(mesh_dim))
-    found = local_part(tensor)
+    local = local_part(tensor)
     for mesh_dim, dim, size in reversed(whole):
         step = -(-size // mesh.size(mesh_dim))
-        padded = list(found.shape)
+        padded = list(local.shape)
         padded[dim] = step
-        part = found if found.shape[dim] == step else found.new_zeros(padded)
-        if part is not found:
-            part.narrow(dim, 0, found.shape[dim]).copy_(found)
-        parts = [torch.empty(padded, dtype=found.dtype, device=found.device) for _ in range(mesh.size(mesh_dim))]
+        part = local if local.shape[dim] == step else local.new_zeros(padded)
+        if part is not local:
+            part.narrow(dim, 0, local.shape[dim]).copy_(local)
+        parts = [torch.empty(padded, dtype=local.dtype, device=local.device) for _ in range(mesh.size(mesh_dim))]
         dist.all_gather(parts, part.contiguous(), group=mesh.get_group(mesh_dim))
-        found = torch.cat(parts, dim).narrow(dim, 0, size)
-    return found.contiguous()
+        local = torch.cat(parts, dim).narrow(dim, 0, size)
+    return local.contiguous()
 
 
 def num_copies(tensor: Tensor, world_size: int) -> int:
@@ -128,8 +128,8 @@ def copies_of(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's shard of a sharded tensor, sharing its memory; any other tensor itself."""
     detached = tensor.detach()
-    own = detached.to_local() if isinstance(detached, DTensor) else detached
-    return vars(own).get("_tensor", own)  # torchao wraps weights that ranks gather in 8 bits
+    local = detached.to_local() if isinstance(detached, DTensor) else detached
+    return vars(local).get("_tensor", local)  # torchao wraps weights that ranks gather in 8 bits
 
 
 def sharded_as(weight: Tensor, part: Tensor) -> Tensor:
@@ -137,9 +137,9 @@ def sharded_as(weight: Tensor, part: Tensor) -> Tensor:
     weight, as a tensor sharded as the weight is. A plain tensor where the weight is one, and a number."""
     if not isinstance(weight, DTensor) or part.ndim < weight.ndim:
         return part
-    own, shape = local_part(weight), weight.shape
-    if part.shape != own.shape:
-        shape = (*shape[:-1], shape[-1] * part.shape[-1] // own.shape[-1])
+    local, shape = local_part(weight), weight.shape
+    if part.shape != local.shape:
+        shape = (*shape[:-1], shape[-1] * part.shape[-1] // local.shape[-1])
     stride = torch.empty(shape, device="meta").stride()
     place = (weight.device_mesh, weight.placements)
     return DTensor.from_local(part, *place, run_check=False, shape=torch.Size(shape), stride=stride)
@@ -390,13 +390,13 @@ def _open_store(
         registry.add(name, json.dumps({"host": context.host.advertise, "port": port}), replace=True)
         return named, relay
     try:
-        found = json.loads(registry.wait(name, timeout_s))
+        address = json.loads(registry.wait(name, timeout_s))
     except ServerUnavailable as error:
         code = "process.rank_missing" if error.code == "process.not_registered" else error.code
         raise ServerUnavailable(f"trainer-0 of start {context.run_id}: {error}", code=code) from None
-    tunnel = None if is_local else TokenTunnel(found["host"], found["port"], token)
+    tunnel = None if is_local else TokenTunnel(address["host"], address["port"], token)
     if tunnel is None or tunnel.is_admitted(timeout_s):
-        host, port = (found["host"], found["port"]) if tunnel is None else (LOOPBACK, tunnel.port)
+        host, port = (address["host"], address["port"]) if tunnel is None else (LOOPBACK, tunnel.port)
         timeout = timedelta(seconds=timeout_s)
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         named = PrefixStore(prefix, store)

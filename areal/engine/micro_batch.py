@@ -189,16 +189,16 @@ def checked_ids(
         ids = torch.cat([ids, batch.columns[CANDIDATE_IDS].flatten()])
 
     def reduce_max(facts: Tensor) -> Tensor:
-        own = [float(ids.max()), -float(ids.min())] if ids.numel() else [0.0, 0.0]
-        found = all_max(torch.cat([facts, torch.tensor(own, dtype=facts.dtype)]))
-        highest, lowest = int(found[-2]), -int(found[-1])
+        extremes = [float(ids.max()), -float(ids.min())] if ids.numel() else [0.0, 0.0]
+        maxima = all_max(torch.cat([facts, torch.tensor(extremes, dtype=facts.dtype)]))
+        highest, lowest = int(maxima[-2]), -int(maxima[-1])
         if highest >= vocab_size or lowest < 0:
             raise InputError(
                 f"the train batch contains token id {highest if highest >= vocab_size else lowest}, the vocabulary "
                 f"has {vocab_size} tokens: check the workflow, and that the tokenizer belongs to the model",
                 code="data.token_id",
             )
-        return found[:-2]
+        return maxima[:-2]
 
     return reduce_max
 
@@ -349,17 +349,17 @@ def over_context(inputs: ModelInput, ranks: RankGroup) -> ModelInput:
     count, layout = inputs.input_ids.numel(), inputs.layout
     if padding := -count % ranks.size:
         layout = _with_last(layout, count, padding)
-    own = partial(own_tokens, ranks=ranks)
+    local = partial(own_tokens, ranks=ranks)
     return ModelInput(
-        input_ids=own(inputs.input_ids),
-        position_ids=own(inputs.position_ids.movedim(-1, 0)).movedim(0, -1),
-        labels=own(inputs.labels),
-        has_label=own(inputs.has_label),
+        input_ids=local(inputs.input_ids),
+        position_ids=local(inputs.position_ids.movedim(-1, 0)).movedim(0, -1),
+        labels=local(inputs.labels),
+        has_label=local(inputs.has_label),
         layout=replace(layout, context=ranks, num_tokens=count),
-        candidate_ids=None if inputs.candidate_ids is None else own(inputs.candidate_ids),
-        temperatures=None if inputs.temperatures is None else own(inputs.temperatures, fill=1),
-        routed_experts=None if inputs.routed_experts is None else own(inputs.routed_experts, fill=-1),
-        images=None if inputs.images is None else inputs.images.of_tokens(own),
+        candidate_ids=None if inputs.candidate_ids is None else local(inputs.candidate_ids),
+        temperatures=None if inputs.temperatures is None else local(inputs.temperatures, fill=1),
+        routed_experts=None if inputs.routed_experts is None else local(inputs.routed_experts, fill=-1),
+        images=None if inputs.images is None else inputs.images.of_tokens(local),
     )
 
 

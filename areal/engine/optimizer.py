@@ -54,8 +54,8 @@ class RoundedAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._bits = bits
         for parameter in (each for group in self.param_groups for each in group["params"]):
-            if self.moment_dtype(parameter) == torch.uint8 and (own := local_part(parameter).shape[-1]) % BLOCK:
-                message = f"adam_8bit: a tensor rank has {own} columns of a weight, not a multiple of {BLOCK}"
+            if self.moment_dtype(parameter) == torch.uint8 and (columns := local_part(parameter).shape[-1]) % BLOCK:
+                message = f"adam_8bit: a tensor rank has {columns} columns of a weight, not a multiple of {BLOCK}"
                 raise ConfigError(f"{message}: use adam_bf16, or a smaller t", code="model.cannot_split")
 
     @torch.no_grad()
@@ -78,11 +78,11 @@ class RoundedAdam(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], *, seed: int) -> None:
         """Some rows at a time, because the computation takes much more memory than the state."""
         weight, gradient = local_part(parameter), local_part(parameter.grad)  # pyright: ignore[reportArgumentType]
-        own = {name: local_part(value) for name, value in state.items() if name != "step"}
+        local = {name: local_part(value) for name, value in state.items() if name != "step"}
         (beta1, beta2), step, dtype = group["betas"], int(state["step"]), self.moment_dtype(parameter)
         generator = torch.Generator(device=weight.device).manual_seed(seed)
         for rows in _cuts(weight):
-            part, change = {name: value[rows] for name, value in own.items()}, gradient[rows].float()
+            part, change = {name: value[rows] for name, value in local.items()}, gradient[rows].float()
             mean, square = moments(part).values()
             mean.lerp_(change, 1 - beta1)
             square.mul_(beta2).addcmul_(change, change, value=1 - beta2)
@@ -99,8 +99,8 @@ class RoundedAdam(torch.optim.Optimizer):
     def stored(self, parameter: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The state of these moments, this rank's parts in float32, rounded to nearest."""
         dtype = self.moment_dtype(parameter)
-        found = [_stored(name, value, dtype) for name, value in values.items()]
-        return {name: sharded_as(parameter, value) for each in found for name, value in each.items()}
+        forms = [_stored(name, value, dtype) for name, value in values.items()]
+        return {name: sharded_as(parameter, value) for each in forms for name, value in each.items()}
 
     def moment_dtype(self, parameter: Tensor) -> torch.dtype:
         if self._bits == 16:
@@ -253,13 +253,13 @@ def orthogonal(matrices: Tensor) -> Tensor:
     Newton-Schulz iteration in bfloat16."""
     a, b, c = _COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    found = matrices.bfloat16().view(-1, *matrices.shape[-2:])
-    found = found.mT if is_tall else found
-    found = found / found.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+    iterate = matrices.bfloat16().view(-1, *matrices.shape[-2:])
+    iterate = iterate.mT if is_tall else iterate
+    iterate = iterate / iterate.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
     for _ in range(_ITERATIONS):
-        gram = found @ found.mT
-        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return (found.mT if is_tall else found).reshape(matrices.shape).contiguous()  # ranks exchange it
+        gram = iterate @ iterate.mT
+        iterate = torch.baddbmm(iterate, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), iterate, beta=a)
+    return (iterate.mT if is_tall else iterate).reshape(matrices.shape).contiguous()  # ranks exchange it
 
 
 MAX_WEIGHT_NORM = 2.0**32
@@ -346,40 +346,40 @@ class ScheduledOptimizer:
         each = [(group, parameter) for group in groups for parameter in group["params"]]
         for number, (group, parameter) in enumerate(each):
             self._optimizer.param_groups = [{**group, "params": [parameter], "number": number}]
-            own, device = self._on_cpu.setdefault(parameter, {}), local_part(parameter).device
-            if own:
-                on_device = {kind: sharded_as(parameter, local_part(value).to(device)) for kind, value in own.items()}
+            kept, device = self._on_cpu.setdefault(parameter, {}), local_part(parameter).device
+            if kept:
+                on_device = {kind: sharded_as(parameter, local_part(value).to(device)) for kind, value in kept.items()}
                 self._optimizer.state[parameter] = on_device
             self._optimizer.step()
             for kind, value in self._optimizer.state.pop(parameter, {}).items():
-                own[kind] = sharded_as(parameter, local_part(value).cpu())
+                kept[kind] = sharded_as(parameter, local_part(value).cpu())
         self._optimizer.param_groups = groups
 
     def state(self) -> dict[str, Tensor]:
         """The optimiser state: `<parameter>/<kind>` -> a number, or a tensor sharded as the parameter is."""
-        found = self._optimizer.state if self._on_cpu is None else self._on_cpu
+        states = self._optimizer.state if self._on_cpu is None else self._on_cpu
         return {
             f"{name}/{kind}": value
             for name, parameter in self._parameters.items()
-            for kind, value in found.get(parameter, {}).items()
+            for kind, value in states.get(parameter, {}).items()
         }
 
     def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
         """Continue from the result of `state`, whose tensors become those of the optimiser. Moments of another type of
         Adam are converted."""
         self.clear_state()
-        found: dict[str, dict[str, Tensor]] = {}
+        by_name: dict[str, dict[str, Tensor]] = {}
         for key, value in state.items():
             name, _, kind = key.rpartition("/")
-            found.setdefault(name, {})[kind] = value
-        for name, given in found.items():
+            by_name.setdefault(name, {})[kind] = value
+        for name, values in by_name.items():
             parameter = self._parameters[name]
-            own = _in_form_of(self._optimizer, parameter, given)
+            loaded = _in_form_of(self._optimizer, parameter, values)
             if self._on_cpu is None:
-                self._optimizer.state[parameter] = own
+                self._optimizer.state[parameter] = loaded
             else:
                 self._on_cpu[parameter] = {
-                    kind: sharded_as(parameter, local_part(value).cpu()) for kind, value in own.items()
+                    kind: sharded_as(parameter, local_part(value).cpu()) for kind, value in loaded.items()
                 }
         self.num_steps = num_steps
 
@@ -408,9 +408,9 @@ class ScheduledOptimizer:
     def _worst(self, tensors: dict[str, Tensor], reduce_sum: Callable[[Tensor], Tensor]) -> str:
         """The first tensor that is not finite on any rank, else the one with the largest norm; a collective."""
         squares = torch.stack([self._squared_norm({name: tensor}) for name, tensor in tensors.items()])
-        found = dict(zip(tensors, reduce_sum(squares).tolist(), strict=True))
+        totals = dict(zip(tensors, reduce_sum(squares).tolist(), strict=True))
         return next(
-            (name for name, value in found.items() if not math.isfinite(value)), max(found, key=found.__getitem__)
+            (name for name, value in totals.items() if not math.isfinite(value)), max(totals, key=totals.__getitem__)
         )
 
 
@@ -511,8 +511,8 @@ def _lr_factor(name: str, config: OptimizerConfig) -> float:
 def _in_form_of(optimizer: torch.optim.Optimizer, parameter: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The state of one weight as this optimiser stores it; empty when it cannot be made from that of another one."""
     groups = optimizer.param_groups if isinstance(optimizer, Muon) else []
-    matrices = [one for group in groups if group["is_matrix"] for one in group["params"]]
-    if any(parameter is one for one in matrices):
+    matrices = [matrix for group in groups if group["is_matrix"] for matrix in group["params"]]
+    if any(parameter is matrix for matrix in matrices):
         return {name: value for name, value in state.items() if name == MOMENTUM}
     if MOMENTUM in state:
         return {}

@@ -33,9 +33,9 @@ from areal.models.recurrent_layers import CHOSEN, is_state
 
 def own_tokens(values: Tensor, ranks: RankGroup, fill: float = 0) -> Tensor:
     """The values of this rank's tokens, [ceil(T / c), ...] of [T, ...]; missing ones at the end are `fill`."""
-    own = values[ranks.rank :: ranks.size]
-    missing = -(-values.shape[0] // ranks.size) - own.shape[0]
-    return torch.cat([own, own.new_full((missing, *own.shape[1:]), fill)]) if missing else own
+    local = values[ranks.rank :: ranks.size]
+    missing = -(-values.shape[0] // ranks.size) - local.shape[0]
+    return torch.cat([local, local.new_full((missing, *local.shape[1:]), fill)]) if missing else local
 
 
 def all_tokens(values: Tensor, ranks: RankGroup, num_tokens: int) -> Tensor:
@@ -73,7 +73,7 @@ def heads_of_all_tokens(states: Sequence[Tensor], ranks: RankGroup) -> list[Tens
         state = state if heads == state.shape[1] else state.repeat_interleave(heads // state.shape[1], dim=1)
         sent.append(state[0].unflatten(0, (c, heads // c)))  # [c, H/c, T/c, D]
     received = _exchange(sent, ranks)
-    return [one.permute(1, 2, 0, 3).flatten(1, 2).unsqueeze(0) for one in received]
+    return [part.permute(1, 2, 0, 3).flatten(1, 2).unsqueeze(0) for part in received]
 
 
 def tokens_of_all_heads(states: Tensor, ranks: RankGroup) -> Tensor:

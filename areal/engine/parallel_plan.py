@@ -107,8 +107,8 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, dims: dict[str, int | None]
     """Split each parameter of a module in the dimension that `dims` has for its name; None = whole on every rank."""
     for name, weight in list(module.named_parameters(recurse=False)):
         dim = dims.get(name, default)
-        own = distribute_tensor(weight, mesh, [Replicate() if dim is None else Shard(dim)])
-        module.register_parameter(name, nn.Parameter(own, requires_grad=weight.requires_grad))
+        sharded = distribute_tensor(weight, mesh, [Replicate() if dim is None else Shard(dim)])
+        module.register_parameter(name, nn.Parameter(sharded, requires_grad=weight.requires_grad))
 
 
 def _with_own_weights(module: nn.Module, group: dist.ProcessGroup, **changes: Any) -> Callable[..., Any]:
@@ -135,18 +135,22 @@ def _shared_input(
     return args, kwargs | {"hidden_states": _shared(kwargs["hidden_states"], group)}
 
 
-def _summed_rows(module: nn.Module, own: Callable[[Tensor], Tensor], group: dist.ProcessGroup, input: Tensor) -> Tensor:
+def _summed_rows(
+    module: nn.Module, local_product: Callable[[Tensor], Tensor], group: dist.ProcessGroup, input: Tensor
+) -> Tensor:
     """The sum over the ranks of the products of their columns, plus the bias once."""
-    product: Tensor = _Summed.apply(own(input), group)  # pyright: ignore[reportAssignmentType]
+    product: Tensor = _Summed.apply(local_product(input), group)  # pyright: ignore[reportAssignmentType]
     bias = module.bias
     return product if bias is None else product + cast("DTensor", bias).to_local()
 
 
-def _embedded(own: Callable[[Tensor], Tensor], first: int, size: int, group: dist.ProcessGroup, ids: Tensor) -> Tensor:
+def _embedded(
+    local_lookup: Callable[[Tensor], Tensor], first: int, size: int, group: dist.ProcessGroup, ids: Tensor
+) -> Tensor:
     """The rows of the embedding that this rank has, `size` from `first`, and zeros; then the sum over the ranks."""
     is_elsewhere = (ids < first) | (ids >= first + size)
-    found = own((ids - first).masked_fill(is_elsewhere, 0)).masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
-    return _Summed.apply(found, group)  # pyright: ignore[reportReturnType]
+    vectors = local_lookup((ids - first).masked_fill(is_elsewhere, 0)).masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+    return _Summed.apply(vectors, group)  # pyright: ignore[reportReturnType]
 
 
 def _shared(values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -200,10 +204,10 @@ def apply_expert_plan(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Raises ConfigError for a model without experts, and for one whose parameters do not have a row for each expert.
     """
-    found = expert_modules(model)
-    if not found:
+    modules = expert_modules(model)
+    if not modules:
         raise _no_expert_plan(model, "it has no experts")
-    for experts in found:
+    for experts in modules:
         weights = dict(experts.named_parameters())
         sizes = {len(weight) for weight in weights.values()}
         if len(sizes) != 1 or any("." in name for name in weights):
@@ -212,8 +216,8 @@ def apply_expert_plan(model: nn.Module, mesh: DeviceMesh) -> None:
         if count % mesh.size():
             raise _no_expert_plan(model, f"e{mesh.size()} does not divide its {count} experts")
         for name, weight in weights.items():
-            own = distribute_tensor(weight.detach(), mesh, [Shard(0)])
-            experts.register_parameter(name, nn.Parameter(own, requires_grad=weight.requires_grad))
+            sharded = distribute_tensor(weight.detach(), mesh, [Shard(0)])
+            experts.register_parameter(name, nn.Parameter(sharded, requires_grad=weight.requires_grad))
         experts.forward = partial(_exchange_and_compute, experts, count, mesh.get_group())
 
 
@@ -244,8 +248,8 @@ def _exchange_and_compute(
     experts = experts.repeat_interleave(received.flatten(), output_size=rows)
     if not rows:  # the ranks exchange gradients, so a rank without tokens has gradients too: zeros
         mine, experts = torch.cat([mine, mine.new_zeros(1, mine.shape[1])]), experts.new_zeros(1)
-    own = view_of(module, DTensor.to_local, num_experts=num_experts // ranks)
-    results: Tensor = type(module).forward(own, mine, experts.unsqueeze(1), mine.new_ones(len(mine), 1))[:rows]
+    local = view_of(module, DTensor.to_local, num_experts=num_experts // ranks)
+    results: Tensor = type(module).forward(local, mine, experts.unsqueeze(1), mine.new_ones(len(mine), 1))[:rows]
     back = _Exchange.apply(results, sizes_in, sizes_out, group, 1 / ranks)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)

@@ -34,10 +34,10 @@ class GateRule:
 
     def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
         """Logits [T, E] and chosen experts [T, k] -> weights [T, k] float32."""
-        found = self.scores(logits).gather(1, chosen)
+        weights = self.scores(logits).gather(1, chosen)
         if self.is_normalised:
-            found = found / (found.sum(-1, keepdim=True) + (1e-20 if self.is_sigmoid else 0.0))
-        return found * self.factor
+            weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if self.is_sigmoid else 0.0))
+        return weights * self.factor
 
 
 def find_rule(gate: nn.Module, config: object) -> GateRule | None:
@@ -176,8 +176,8 @@ class Routing:
         load = weights.new_zeros(len(self._layers), self._num_experts)
         shares: list[Tensor] = []
         entropy = weights.new_zeros(())
-        own = sorted(row.logits)
-        for layer in own:
+        layers = sorted(row.logits)
+        for layer in layers:
             scores, chosen = self._normal_scores(layer, row.logits[layer]), row.chosen[layer]
             shares.append((scores * weights.float()).sum(0))
             load[self._layers.index(layer)].scatter_add_(0, chosen.flatten(), _each(weights, chosen))
@@ -186,17 +186,17 @@ class Routing:
         agreed = sum(((each * weights).sum() for each in row.agreements.values()), weights.new_zeros(()))
         replayed = weights.new_zeros(())
         if row.recorded is not None:
-            replayed = ((row.recorded[:, own] >= 0).flatten(1).sum(1, keepdim=True) * weights).sum()
-        tokens = weights.sum() * (own[0] == self._layers[0])  # ranks with later layers count the same tokens
+            replayed = ((row.recorded[:, layers] >= 0).flatten(1).sum(1, keepdim=True) * weights).sum()
+        tokens = weights.sum() * (layers[0] == self._layers[0])  # ranks with later layers count the same tokens
         whole = torch.zeros_like(load)
-        whole[[self._layers.index(layer) for layer in own]] = share.detach().double()
+        whole[[self._layers.index(layer) for layer in layers]] = share.detach().double()
         self._sums = _Sums(load, whole, torch.stack([entropy, agreed, replayed, tokens])).plus(self._sums)
         row.logits, row.chosen, row.agreements = {}, {}, {}
         if not self.has_loss or not num_tokens:
             return None
         total = reduce_sum(torch.cat([load.sum(0), weights.sum().reshape(1)]).cpu()).to(share)
-        fractions = total[:-1] / (len(own) * total[-1]).clamp(min=1)
-        factors = self._balance * len(fractions) / (len(own) * num_tokens) * fractions
+        fractions = total[:-1] / (len(layers) * total[-1]).clamp(min=1)
+        factors = self._balance * len(fractions) / (len(layers) * num_tokens) * fractions
         if row.valid is not None:
             row.balance = factors
             return None
@@ -224,19 +224,19 @@ class Routing:
     def _move_biases(self, loads: Tensor) -> None:
         """DeepSeek-V3 (arXiv 2412.19437, 2.1.2): up for experts below the mean load of their layer, down above it."""
         for layer in self._rules:
-            own = loads[self._layers.index(layer)]
+            loads_of_layer = loads[self._layers.index(layer)]
             bias: Tensor = getattr(self._gates[layer], EXPERT_BIAS)
-            bias.add_((own.mean() - own).sign().to(bias), alpha=self._bias_rate)
+            bias.add_((loads_of_layer.mean() - loads_of_layer).sign().to(bias), alpha=self._bias_rate)
 
     def _route(self, layer: int, original: Callable[[Tensor], Any], states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, chosen = original(states)
         row = self._row
         if row.recorded is not None:
-            given = row.recorded[:, layer].to(chosen.dtype)
-            is_given = given >= 0
+            recorded = row.recorded[:, layer].to(chosen.dtype)
+            is_given = recorded >= 0
             if row.is_counting:
-                row.agreements[layer] = (chosen.unsqueeze(2) == given.unsqueeze(1)).any(2) & is_given
-            chosen = torch.where(is_given, given, chosen)
+                row.agreements[layer] = (chosen.unsqueeze(2) == recorded.unsqueeze(1)).any(2) & is_given
+            chosen = torch.where(is_given, recorded, chosen)
             weights = self._rules[layer].weights(logits, chosen).to(weights.dtype)
         if row.is_counting:
             row.logits[layer], row.chosen[layer] = logits, chosen
@@ -283,7 +283,7 @@ class _Sums:
         parts = (self.loads, self.shares, self.facts)
         total = reduce_sum(torch.cat([part.flatten() for part in parts]).cpu())
         sizes = [part.numel() for part in parts]
-        return _Sums(*(one.view(part.shape) for one, part in zip(total.split(sizes), parts, strict=True)))
+        return _Sums(*(part_total.view(part.shape) for part_total, part in zip(total.split(sizes), parts, strict=True)))
 
 
 def _metrics(sums: _Sums, num_choices: int) -> Metrics:
@@ -293,7 +293,7 @@ def _metrics(sums: _Sums, num_choices: int) -> Metrics:
         return {}
     ratios = sums.loads.max(1).values / sums.loads.mean(1)
     balance = (sums.loads.sum(0) / rows * sums.shares.sum(0) / rows).sum() * sums.loads.shape[1]
-    found = {
+    metrics = {
         "router_load_max": float(ratios.max()),
         "router_load_mean": float(ratios.mean()),
         "router_entropy": entropy / rows,
@@ -301,8 +301,8 @@ def _metrics(sums: _Sums, num_choices: int) -> Metrics:
         "router_dropped": rows * num_choices - float(sums.loads.sum()),
     }
     if replayed:
-        found |= {"router_replayed": replayed / (rows * num_choices), "router_agreement": agreed / replayed}
-    return {name: Metric(value) for name, value in found.items()}
+        metrics |= {"router_replayed": replayed / (rows * num_choices), "router_agreement": agreed / replayed}
+    return {name: Metric(value) for name, value in metrics.items()}
 
 
 def _refused(hf: Any, problem: str) -> ConfigError:

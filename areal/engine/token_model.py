@@ -44,12 +44,12 @@ class TokenModel(nn.Module, ABC):
 
     def forward(self, inputs: ModelInput) -> tuple[Tensor, ...]:
         """The outputs of every token of the row, also of those that other context ranks compute."""
-        found, layout = self._outputs(inputs), inputs.layout
+        outputs, layout = self._outputs(inputs), inputs.layout
         if inputs.tree is not None:
-            return tuple(_of_rows(values, inputs.tree.rows) for values in found)
+            return tuple(_of_rows(values, inputs.tree.rows) for values in outputs)
         if layout.context is None:
-            return found
-        return tuple(all_tokens(values, layout.context, layout.num_tokens) for values in found)
+            return outputs
+        return tuple(all_tokens(values, layout.context, layout.num_tokens) for values in outputs)
 
     @abstractmethod
     def _outputs(self, inputs: ModelInput) -> tuple[Tensor, ...]: ...
@@ -145,7 +145,7 @@ class PolicyModel(TokenModel):
         if self._with_liger and inputs.temperatures is None:
             bias = None if bias is None else bias * self._factor
             return (liger_logprobs(hidden * self._factor, weight, bias, inputs.labels, valid=valid),)
-        found = linear_logprobs(
+        outputs = linear_logprobs(
             hidden,
             weight,
             bias,
@@ -158,28 +158,28 @@ class PolicyModel(TokenModel):
             float32_head=self._float32_head,
             tensor_ranks=self._tensor_ranks,
         )
-        return present_outputs(found)
+        return present_outputs(outputs)
 
     def _bias(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A bias after which banned tokens have probability 0, of this tensor rank's part of the vocabulary."""
         ranks, size = self._tensor_ranks, weight.shape[0]
         first = 0 if ranks is None else ranks.rank * size
-        own = [token - first for token in self._banned_ids if first <= token < first + size]
-        found = weight.new_zeros(size) if bias is None else bias
-        return found.index_fill(0, torch.tensor(own, dtype=torch.int64, device=weight.device), _NEVER)
+        banned = [token - first for token in self._banned_ids if first <= token < first + size]
+        result = weight.new_zeros(size) if bias is None else bias
+        return result.index_fill(0, torch.tensor(banned, dtype=torch.int64, device=weight.device), _NEVER)
 
     def _temperature_of(self, inputs: ModelInput) -> float | Tensor:
         """The temperature of the model, or [T] where the batch has tokens of other temperatures."""
-        given = inputs.temperatures
-        if given is None:
+        temperatures = inputs.temperatures
+        if temperatures is None:
             return self._temperature
-        return torch.where(given.isnan(), self._temperature, given / self._factor)
+        return torch.where(temperatures.isnan(), self._temperature, temperatures / self._factor)
 
 
-def present_outputs(found: TokenOutputs) -> tuple[Tensor, ...]:
+def present_outputs(outputs: TokenOutputs) -> tuple[Tensor, ...]:
     """The outputs of a policy that are not None, in the order that `policy_outputs` expects."""
-    every = (found.logprobs, found.entropy, found.clamped_entropy, found.squared_sums)
-    every += (found.candidate_logprobs, found.candidate_ids)
+    every = (outputs.logprobs, outputs.entropy, outputs.clamped_entropy, outputs.squared_sums)
+    every += (outputs.candidate_logprobs, outputs.candidate_ids)
     return tuple(values for values in every if values is not None)
 
 
@@ -192,11 +192,11 @@ def policy_outputs(spec: OutputSpec, values: Sequence[Tensor]) -> TokenOutputs:
         names.append("squared_sums")
     if spec.candidates is not None:
         names += ["candidate_logprobs", "candidate_ids"]
-    found = dict(zip(names, values, strict=False))
+    outputs = dict(zip(names, values, strict=False))
     if spec.candidates is not None and len(values) < len(names):  # the whole vocabulary: ids as a view
-        every = found["candidate_logprobs"]
-        found["candidate_ids"] = torch.arange(every.shape[1], device=every.device).expand(every.shape)
-    return TokenOutputs(**found)
+        every = outputs["candidate_logprobs"]
+        outputs["candidate_ids"] = torch.arange(every.shape[1], device=every.device).expand(every.shape)
+    return TokenOutputs(**outputs)
 
 
 def _of_tensor_rank(weight: Tensor) -> Tensor:

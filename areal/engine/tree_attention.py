@@ -114,12 +114,15 @@ class _Leaving:
 def tree_layout(tree: PrefixTree, computed: np.ndarray, bounds: np.ndarray, device: torch.device) -> TreeLayout:
     """`computed` [tokens of the tree] bool: false only at the ends of branches. `bounds` [S + 1]: of the rows."""
     place = np.append(0, np.cumsum(computed))
-    spans = [(int(place[one.first]), int(place[one.first + one.size] - place[one.first])) for one in tree.branches]
+    spans = [
+        (int(place[branch.first]), int(place[branch.first + branch.size] - place[branch.first]))
+        for branch in tree.branches
+    ]
     last = place[tree.places[bounds[1:] - 1] + 1]
     ends = np.zeros(len(computed), dtype=np.int64)
     np.maximum.at(ends, tree.places, np.repeat(last, np.diff(bounds)))
     ends = ends[computed]
-    positions = [np.arange(size) + one.shared for (_, size), one in zip(spans, tree.branches, strict=True)]
+    positions = [np.arange(size) + branch.shared for (_, size), branch in zip(spans, tree.branches, strict=True)]
     after = _after_subtrees(tree)
     small: list[tuple[int, int]] = []
     single: list[tuple[int, int]] = []
@@ -134,9 +137,9 @@ def tree_layout(tree: PrefixTree, computed: np.ndarray, bounds: np.ndarray, devi
             single.append(spans[number])
         number = after[number] if is_small else number + 1
     alike: dict[tuple[int, int], dict[tuple[int, int], _Leaving]] = defaultdict(dict)
-    for one in _leaving(tree, spans, after, outer):
-        if one.queries[1]:
-            alike[one.depth, one.keys[1]][one.queries] = one
+    for call in _leaving(tree, spans, after, outer):
+        if call.queries[1]:
+            alike[call.depth, call.keys[1]][call.queries] = call
     contexts = [[same[span] for span in part] for _, same in sorted(alike.items()) for part in _alike([*same])]
     masked = [_places(part, device) for part in _alike(small)]
     causal = [_places(part, device) for part in _alike(single)]
@@ -147,10 +150,12 @@ def tree_layout(tree: PrefixTree, computed: np.ndarray, bounds: np.ndarray, devi
             *(_Call(places, places, is_causal=True) for places in causal),
         ),
         contexts=tuple(
-            _Call(_places([one.queries for one in part], device), _places([one.keys for one in part], device))
+            _Call(_places([call.queries for call in part], device), _places([call.keys for call in part], device))
             for part in contexts
         ),
-        spans=tuple(Span(*span, one.shared, one.parent) for span, one in zip(spans, tree.branches, strict=True)),
+        spans=tuple(
+            Span(*span, branch.shared, branch.parent) for span, branch in zip(spans, tree.branches, strict=True)
+        ),
         ends=seen,
         positions=torch.from_numpy(np.concatenate(positions)).to(device),
     )
@@ -201,16 +206,16 @@ def _leaving(
 
 def _alike(spans: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """Spans of about equal length, which share a call."""
-    found: list[list[tuple[int, int]]] = []
+    groups: list[list[tuple[int, int]]] = []
     total = 0
     for span in sorted(spans, key=lambda span: (span[1], span[0])):
-        if found and span[1] * (len(found[-1]) + 1) <= PADDED * (total + span[1]):
-            found[-1].append(span)
+        if groups and span[1] * (len(groups[-1]) + 1) <= PADDED * (total + span[1]):
+            groups[-1].append(span)
             total += span[1]
         else:
-            found.append([span])
+            groups.append([span])
             total = span[1]
-    return found
+    return groups
 
 
 def _places(spans: Sequence[tuple[int, int]], device: torch.device) -> _Places:
@@ -250,8 +255,8 @@ def tree_attention(
         return _by_mask(query, key, value, tree, scale=factor, window=window, softcap=softcap)
     width, size = max(query.shape[-1], value.shape[-1]), value.shape[-1]
     states = (F.pad(each[0].transpose(0, 1), (0, width - each.shape[-1])) for each in (query, key, value))
-    found: Tensor = _Joined.apply(*states, tree, factor)  # pyright: ignore[reportAssignmentType]
-    return found[..., :size].unsqueeze(0)
+    attended: Tensor = _Joined.apply(*states, tree, factor)  # pyright: ignore[reportAssignmentType]
+    return attended[..., :size].unsqueeze(0)
 
 
 class _Joined(torch.autograd.Function):
@@ -263,19 +268,19 @@ class _Joined(torch.autograd.Function):
         sums = query.new_empty(query.shape[:2], dtype=torch.float32)  # logarithms of sums of exponentials
         for call in tree.parts:
             states = (call.queries.of(query), call.keys.of(key), call.keys.of(value))
-            found = _KERNEL(*states, 0.0, call.is_causal, attn_mask=call.mask, scale=scale)
-            for target, values in zip((out, sums), found, strict=True):
+            results = _KERNEL(*states, 0.0, call.is_causal, attn_mask=call.mask, scale=scale)
+            for target, values in zip((out, sums), results, strict=True):
                 index, rows = call.queries.flat(values)
                 target[index] = rows.to(target.dtype)
         for context in tree.contexts:
             keys, values = (context.keys.of(each) for each in (key, value))
-            found = _KERNEL(context.queries.of(query), keys, values, 0.0, False, scale=scale)
-            index, own = context.queries.flat(found[0])
-            _, more = context.queries.flat(found[1])
+            results = _KERNEL(context.queries.of(query), keys, values, 0.0, False, scale=scale)
+            index, attended = context.queries.flat(results[0])
+            _, more = context.queries.flat(results[1])
             before = sums[index]
             total = torch.logaddexp(before, more)
             part = out[index] * (before - total).exp().unsqueeze(-1)
-            out[index] = part.addcmul_(own.to(part.dtype), (more - total).exp().unsqueeze(-1))
+            out[index] = part.addcmul_(attended.to(part.dtype), (more - total).exp().unsqueeze(-1))
             sums[index] = total
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, sums)
@@ -289,15 +294,15 @@ class _Joined(torch.autograd.Function):
         totals = [torch.zeros_like(each, dtype=torch.float32) for each in (query, key, value)]
         for call in (*ctx.tree.parts, *ctx.tree.contexts):
             queries, keys = call.queries, call.keys
-            given, own = queries.of(upstream), queries.of(query)
+            gradient, queries_of_call = queries.of(upstream), queries.of(query)
             if call.mask is None:  # padding does not attend to itself alone
-                given = queries.without_padding(given)
-            states = [given, own, keys.of(key), keys.of(value), queries.of(out)]
-            if query.dtype != torch.float32 and min(own.shape[2], states[2].shape[2]) < _SHORT:
+                gradient = queries.without_padding(gradient)
+            states = [gradient, queries_of_call, keys.of(key), keys.of(value), queries.of(out)]
+            if query.dtype != torch.float32 and min(queries_of_call.shape[2], states[2].shape[2]) < _SHORT:
                 states = [each.float() for each in states]
             rules = {"attn_mask": call.mask, "scale": ctx.scale}
-            found = _KERNEL_BACKWARD(*states, queries.of(sums), 0.0, call.is_causal, **rules)
-            for target, places, values in zip(totals, (queries, keys, keys), found, strict=True):
+            gradients = _KERNEL_BACKWARD(*states, queries.of(sums), 0.0, call.is_causal, **rules)
+            for target, places, values in zip(totals, (queries, keys, keys), gradients, strict=True):
                 places.add(target, values)
         return *(total.to(each.dtype) for total, each in zip(totals, (query, key, value), strict=True)), None, None
 
@@ -339,8 +344,8 @@ def sees(ends: Tensor, positions: Tensor, window: int | None) -> Callable[[Tenso
     """The mask as a function of (batch, head, query, key)."""
 
     def is_seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        found = (k <= q) & (q < ends[k])
-        return found if window is None else found & (positions[q] - positions[k] < window)
+        seen = (k <= q) & (q < ends[k])
+        return seen if window is None else seen & (positions[q] - positions[k] < window)
 
     return is_seen
 
@@ -381,17 +386,17 @@ def _by_mask(
 
     count = query.shape[2]
     size = bucket(count)
-    own = torch.arange(count, size, device=query.device)
-    ends = torch.cat([tree.ends, own + 1])  # padding sees itself
-    positions = torch.cat([tree.positions, torch.zeros_like(own)])
+    padding = torch.arange(count, size, device=query.device)
+    ends = torch.cat([tree.ends, padding + 1])  # padding sees itself
+    positions = torch.cat([tree.positions, torch.zeros_like(padding)])
     some, whole = seen_blocks(ends, positions, window)
     lists = [_lists(each) for each in (some & ~whole, whole)]
     mask = BlockMask.from_kv_blocks(*lists[0], *lists[1], BLOCK_SIZE=BLOCK, mask_mod=sees(ends, positions, window))
     states = (F.pad(each, (0, 0, 0, size - count)) for each in (query, key, value))
-    found = _compiled()(
+    attended = _compiled()(
         *states, score_mod=None if softcap is None else _capped(softcap), block_mask=mask, scale=scale, enable_gqa=True
     )
-    return found[:, :, :count].transpose(1, 2)
+    return attended[:, :, :count].transpose(1, 2)
 
 
 def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:

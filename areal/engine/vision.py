@@ -28,10 +28,10 @@ class ImageInput:
     blocks: Tensor | None = None
     """[T] int64: number of the image of a placeholder, else -1; where the placeholders attend to each other."""
 
-    def of_tokens(self, own: Callable[[Tensor], Tensor]) -> "ImageInput":
+    def of_tokens(self, select: Callable[[Tensor], Tensor]) -> "ImageInput":
         """The same for some tokens of the row, of which the others may be padding. `own`: their values, of those of
         all. Every rank has all images."""
-        return self if self.vector_of is None else replace(self, vector_of=own(self.vector_of))
+        return self if self.vector_of is None else replace(self, vector_of=select(self.vector_of))
 
 
 class VisionReader:
@@ -52,13 +52,15 @@ class VisionReader:
         if not any(rows):
             return None
         is_placeholder = batch.input_ids.numpy() == self.layout.image_token_id
-        found = np.zeros(len(is_placeholder), np.int64)
+        keys = np.zeros(len(is_placeholder), np.int64)
         for row, start, end in zip(rows, bounds[:-1], bounds[1:], strict=True):
             places = start + np.flatnonzero(is_placeholder[start:end])
-            numbers = np.repeat(np.array(row, np.int64) + 1, [self.layout.tokens_of(batch.images[one]) for one in row])
+            numbers = np.repeat(
+                np.array(row, np.int64) + 1, [self.layout.tokens_of(batch.images[image]) for image in row]
+            )
             count = min(len(places), len(numbers))  # `of` raises the error where these differ
-            found[places[:count]] = numbers[:count]
-        return found
+            keys[places[:count]] = numbers[:count]
+        return keys
 
     def of(self, batch: TrainBatch, device: torch.device) -> tuple[ImageInput | None, Tensor | None]:
         """The images of a micro-batch and, if they have three dimensions, its positions [3, T] int64; else None.
@@ -71,12 +73,12 @@ class VisionReader:
         used = list(dict.fromkeys(image for row in rows for image in row))
         ids = batch.input_ids.cpu().numpy()
         sequences = np.split(ids, batch.cu_seqlens.cpu().numpy()[1:-1])
-        found: list[np.ndarray] = []
+        positions_by_row: list[np.ndarray] = []
         for sequence, row in zip(sequences, rows, strict=True):
             images = [batch.images[image] for image in row]
             self._check(sequence, images)
             if self.layout.has_3d_positions:
-                found.append(positions_3d(sequence, images, self.layout))
+                positions_by_row.append(positions_3d(sequence, images, self.layout))
         if not used:
             return None, None
         place = {image: number for number, image in enumerate(used)}
@@ -85,7 +87,7 @@ class VisionReader:
         files = (self._store.read(image.sha256) for image in images)
         patches = np.concatenate([patches_of(decode_png(png, layout), layout) for png in files])
         order = tuple(place[image] for row in rows for image in row)
-        positions = torch.from_numpy(np.concatenate(found, axis=1)).to(device) if found else None
+        positions = torch.from_numpy(np.concatenate(positions_by_row, axis=1)).to(device) if positions_by_row else None
         return self._input(patches, images, order, batch.input_ids, device), positions
 
     def without_images(self, input_ids: Tensor) -> ImageInput:
@@ -124,9 +126,9 @@ class VisionReader:
 
     def _check(self, ids: np.ndarray, images: list[ImageRef]) -> None:
         sizes = [self.layout.tokens_of(image) for image in images]
-        found = int(np.count_nonzero(ids == self.layout.image_token_id))
-        if found != sum(sizes):
-            text = f"a sequence of {len(ids)} tokens has {found} image placeholders, and its images need {sum(sizes)}"
+        count = int(np.count_nonzero(ids == self.layout.image_token_id))
+        if count != sum(sizes):
+            text = f"a sequence of {len(ids)} tokens has {count} image placeholders, and its images need {sum(sizes)}"
             raise InputError(text, code="data.image_tokens")
 
     def _check_trained(self, batch: TrainBatch) -> None:
@@ -145,9 +147,9 @@ def embedded(model: nn.Module, embeddings: Tensor, images: ImageInput) -> tuple[
     inputs: list[Tensor] = [patches[None] if layout.is_batched else patches]
     if layout.sizing == "multiple":
         inputs.append(torch.tensor([image.grid for image in images.images], device=patches.device))
-    found = cast("Any", model).get_image_features(*inputs, return_dict=True)
-    joined = torch.cat([each.flatten(0, -2) for each in found.pooler_output])
-    deep = [torch.cat(list(layer)) for layer in getattr(found, "deepstack_features", None) or []]
+    features = cast("Any", model).get_image_features(*inputs, return_dict=True)
+    joined = torch.cat([each.flatten(0, -2) for each in features.pooler_output])
+    deep = [torch.cat(list(layer)) for layer in getattr(features, "deepstack_features", None) or []]
     if images.vector_of is None:  # the tower ran as on the other ranks, without an effect
         nothing = torch.stack([each.sum() for each in (joined, *deep)]).sum() * 0.0
         return embeddings + nothing.to(embeddings.dtype), {}

@@ -60,24 +60,24 @@ def adapter_weights(
     path = folder / ADAPTER_CONFIG
     try:
         with open_regular(path) as file:
-            found = json.loads(file.read())
-        kind = found["peft_type"]
+            content = json.loads(file.read())
+        kind = content["peft_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         message = f"{folder} is no adapter in the format of peft: {error}"
         raise InputError(message, code="adapter.not_readable") from error
-    own = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
-    start = "default" if found.get("init_lora_weights") not in ("pissa", "olora") else found["init_lora_weights"]
-    has = {"peft_type": kind, "r": found.get("r"), "lora_alpha": found.get("lora_alpha")}
-    has |= {"use_rslora": found.get("use_rslora") or False}
+    expected = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
+    start = "default" if content.get("init_lora_weights") not in ("pissa", "olora") else content["init_lora_weights"]
+    has = {"peft_type": kind, "r": content.get("r"), "lora_alpha": content.get("lora_alpha")}
+    has |= {"use_rslora": content.get("use_rslora") or False}
     if start != "default" or lora.init in ("pissa", "olora"):
-        own, has = own | {"init_lora_weights": lora.init}, has | {"init_lora_weights": start}
-    own |= {key: value for key, value in _NEUTRAL.items() if found.get(key)}
-    has |= {key: found[key] for key in _NEUTRAL if found.get(key)}
-    if other := [f"{key} is {has[key]}, not {own[key]}" for key in own if has[key] != own[key]]:
+        expected, has = expected | {"init_lora_weights": lora.init}, has | {"init_lora_weights": start}
+    expected |= {key: value for key, value in _NEUTRAL.items() if content.get(key)}
+    has |= {key: content[key] for key in _NEUTRAL if content.get(key)}
+    if other := [f"{key} is {has[key]}, not {expected[key]}" for key in expected if has[key] != expected[key]]:
         message = f"the adapter in {folder} was trained in another way: {', '.join(other)}; change actor.lora"
         raise InputError(message, code="adapter.other_settings")
     header = file_header(folder / ADAPTER_WEIGHTS)
-    named = found.get("base_model_name_or_path") or ""
+    named = content.get("base_model_name_or_path") or ""
     trained_on = header.metadata.get(BASE_KEY)
     if trained_on is None and any(Path(named).expanduser().glob("*.safetensors")):
         trained_on = base_fingerprint(Path(named).expanduser())
@@ -90,9 +90,9 @@ def adapter_weights(
     return header.weights
 
 
-def _require_fit(folder: Path, found: dict[str, StoredWeight], model: Mapping[str, Sequence[int]]) -> None:
+def _require_fit(folder: Path, stored: dict[str, StoredWeight], model: Mapping[str, Sequence[int]]) -> None:
     """Raise InputError when a weight of an adapter has no place in the base model."""
-    for name, weight in found.items():
+    for name, weight in stored.items():
         if name.endswith(BASE_COPY):
             continue
         module = name.removeprefix(PREFIX).removesuffix(DOWN).removesuffix(UP)
@@ -123,15 +123,15 @@ def require_targets(lora: LoRAConfig, linear: list[str], modules: list[str], *, 
     name their matrices beside others: those get no adapters.
     """
     wanted: dict[str, bool] = {}
-    for key, given in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
-        if given in (ALL_LINEAR, [ALL_LINEAR]):
+    for key, patterns in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
+        if patterns in (ALL_LINEAR, [ALL_LINEAR]):
             continue
-        for entry in [given] if isinstance(given, str) else given:
+        for entry in [patterns] if isinstance(patterns, str) else patterns:
             if entry in (ALL_LINEAR, OUTPUT_HEAD):
                 continue
-            wanted[f"{key}: {entry}"] = any(is_target(x, given if given is entry else [entry]) for x in linear)
-            if has_experts and given is not entry and entry in _OF_EXPERTS:
-                wanted[f"{key}: {entry}"] = any(is_target(x, given) for x in linear)
+            wanted[f"{key}: {entry}"] = any(is_target(x, patterns if patterns is entry else [entry]) for x in linear)
+            if has_experts and patterns is not entry and entry in _OF_EXPERTS:
+                wanted[f"{key}: {entry}"] = any(is_target(x, patterns) for x in linear)
     for entry in lora.modules_to_save:
         wanted[f"modules_to_save: {entry}"] = any(is_saved(x, [entry]) for x in modules)
     for entry, has_match in wanted.items():

@@ -115,8 +115,8 @@ def capped_attention(
         end = min(start + step, length)
         seen = end if is_causal else num_keys
         mask = attn_mask if attn_mask is None or attn_mask.shape[-2] == 1 else attn_mask[..., start:end, :]
-        own = sinks if sinks is None or sinks.shape[-2] == 1 else sinks[..., start:end, :]
-        inputs = (query[:, :, start:end], key[:, :, :seen], value[:, :, :seen], mask, own)
+        sinks_of_rows = sinks if sinks is None or sinks.shape[-2] == 1 else sinks[..., start:end, :]
+        inputs = (query[:, :, start:end], key[:, :, :seen], value[:, :, :seen], mask, sinks_of_rows)
         options = (start if is_causal else None, factor, softcap, dropout_p)
         if torch.is_grad_enabled():
             parts.append(checkpoint(_block, *inputs, *options, use_reentrant=False, preserve_rng_state=dropout_p > 0))
@@ -184,5 +184,5 @@ def _block(
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """Product whose result a selectively checkpointed block does not keep, unlike those of other products."""
     unused = left.new_empty((1, 1, 1))
-    found = torch.baddbmm(unused, left.flatten(0, 1), right.flatten(0, 1), beta=0)
-    return found.unflatten(0, left.shape[:2])
+    product = torch.baddbmm(unused, left.flatten(0, 1), right.flatten(0, 1), beta=0)
+    return product.unflatten(0, left.shape[:2])

@@ -41,10 +41,10 @@ def cached_hub_file(name: str, file: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, file)
+        cached = try_to_load_from_cache(name, file)
     except HFValidationError:
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 INDEX = "model.safetensors.index.json"
@@ -114,11 +114,11 @@ def folder_problem(folder: Path, like: Path | None) -> str:
     if unknown := [name for name in weights if name not in needed and not is_optional(name)]:
         return f"checkpoint folder {folder} contains {_listed(unknown)}, which the model does not have"
     for name in weights.keys() & needed.keys():
-        own, model = weights[name], needed[name]
-        if own.shape != model.shape:
-            return f"checkpoint folder {folder}: {name} has shape {own.shape}, the model's has {model.shape}"
-        if own.dtype != model.dtype and not {own.dtype, model.dtype} <= _CONVERTIBLE:
-            return f"checkpoint folder {folder}: {name} is {own.dtype}, the model's is {model.dtype}"
+        stored, model = weights[name], needed[name]
+        if stored.shape != model.shape:
+            return f"checkpoint folder {folder}: {name} has shape {stored.shape}, the model's has {model.shape}"
+        if stored.dtype != model.dtype and not {stored.dtype, model.dtype} <= _CONVERTIBLE:
+            return f"checkpoint folder {folder}: {name} is {stored.dtype}, the model's is {model.dtype}"
     return ""
 
 

@@ -29,21 +29,21 @@ class VisionShape:
     """Weights between the tower and the language model."""
 
     @classmethod
-    def read(cls, found: dict[str, Any]) -> Self | None:
+    def read(cls, config: dict[str, Any]) -> Self | None:
         """The shape in a config.json; None without a tower of a known form."""
-        tower: dict[str, Any] | None = found.get("vision_config")
+        tower: dict[str, Any] | None = config.get("vision_config")
         if not isinstance(tower, dict) or "patch_size" not in tower:
             return None
-        text = int(found.get("text_config", found).get("hidden_size", 0))
+        text = int(config.get("text_config", config).get("hidden_size", 0))
         hidden = int(tower.get("embed_dim") or tower["hidden_size"])  # Qwen2-VL: hidden_size is that of the text
         side = tower["patch_size"][0] if isinstance(tower["patch_size"], list) else int(tower["patch_size"])
         is_qwen = "depth" in tower
-        merge = _merged(found, tower, side)
+        merge = _merged(config, tower, side)
         joined = hidden * merge**2
         within = joined if is_qwen else text  # of the first of two matrices
         mergers = 1 + len(tower.get("deepstack_visual_indexes") or ())
-        has_one = str(found.get("model_type")) in ("idefics3", "smolvlm", "gemma3")
-        source = hidden if found.get("model_type") == "gemma3" else joined
+        has_one = str(config.get("model_type")) in ("idefics3", "smolvlm", "gemma3")
+        source = hidden if config.get("model_type") == "gemma3" else joined
         return cls(
             layers=int(tower["depth"] if is_qwen else tower["num_hidden_layers"]),
             hidden=hidden,
@@ -62,11 +62,11 @@ class VisionShape:
         return self.layers * (4 * self.hidden**2 + mlp) + self.patch_values * self.hidden + self.projections
 
 
-def _merged(found: dict[str, Any], tower: dict[str, Any], side: int) -> int:
-    if "mm_tokens_per_image" in found:
-        return int(tower["image_size"]) // side // math.isqrt(found["mm_tokens_per_image"])
-    ratio = found.get("downsample_ratio")
-    return int(tower.get("spatial_merge_size") or found.get("scale_factor") or (round(1 / ratio) if ratio else 1))
+def _merged(config: dict[str, Any], tower: dict[str, Any], side: int) -> int:
+    if "mm_tokens_per_image" in config:
+        return int(tower["image_size"]) // side // math.isqrt(config["mm_tokens_per_image"])
+    ratio = config.get("downsample_ratio")
+    return int(tower.get("spatial_merge_size") or config.get("scale_factor") or (round(1 / ratio) if ratio else 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,30 +100,30 @@ class ModelShape:
     def read(cls, folder: str) -> Self | None:
         """Read a local checkpoint folder. None when it has no config.json, or one of another kind of model."""
         try:
-            found: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
-            vision = VisionShape.read(found)
-            found = found.get("text_config", {}) | found  # of a model for images and text
-            kind = str(found.get("model_type", ""))
-            heads = int(found["num_attention_heads"])
-            experts = int(next((found[name] for name in _EXPERTS if found.get(name)), 0))
-            width = found.get("moe_intermediate_size") if experts else None
+            config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+            vision = VisionShape.read(config)
+            config = config.get("text_config", {}) | config  # of a model for images and text
+            kind = str(config.get("model_type", ""))
+            heads = int(config["num_attention_heads"])
+            experts = int(next((config[name] for name in _EXPERTS if config.get(name)), 0))
+            width = config.get("moe_intermediate_size") if experts else None
             return cls(
                 family=kind,
-                hidden=int(found["hidden_size"]),
-                layers=int(found.get("num_hidden_layers") or len(found["layers_block_type"])),
+                hidden=int(config["hidden_size"]),
+                layers=int(config.get("num_hidden_layers") or len(config["layers_block_type"])),
                 heads=heads,
-                kv_heads=int(found.get("num_key_value_heads") or heads),
-                head_dim=int(found.get("head_dim") or int(found["hidden_size"]) // heads),
-                intermediate=int(width or found["intermediate_size"]),
-                vocabulary=int(found["vocab_size"]),
-                tied=bool(found.get("tie_word_embeddings", False)),
+                kv_heads=int(config.get("num_key_value_heads") or heads),
+                head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+                intermediate=int(width or config["intermediate_size"]),
+                vocabulary=int(config["vocab_size"]),
+                tied=bool(config.get("tie_word_embeddings", False)),
                 experts=experts,
-                experts_per_token=int(found.get("num_experts_per_tok") or 0) if experts else 0,
-                attention_bias=bool(found.get("attention_bias", False)) or kind.startswith("qwen2"),
+                experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
+                attention_bias=bool(config.get("attention_bias", False)) or kind.startswith("qwen2"),
                 query_key_norm=kind.startswith("qwen3"),
-                dense_intermediate=_dense_size(found, int(width)) if width else 0,
-                latents=_latents(found),
-                states=_states(found),
+                dense_intermediate=_dense_size(config, int(width)) if width else 0,
+                latents=_latents(config),
+                states=_states(config),
                 vision=vision,
             )
         except (OSError, ValueError, KeyError, TypeError):
@@ -160,28 +160,28 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
-def _dense_size(found: dict[str, Any], width: int) -> int:
+def _dense_size(config: dict[str, Any], width: int) -> int:
     """`width`: of an expert."""
-    shared = int(found.get("shared_expert_intermediate_size") or width * int(found.get("n_shared_experts") or 0))
-    is_mixed = any(found.get(name) for name in ("mlp_only_layers", "first_k_dense_replace"))
-    is_mixed = is_mixed or found.get("decoder_sparse_step", 1) > 1
-    return math.gcd(shared, int(found["intermediate_size"]) if is_mixed else 0)
+    shared = int(config.get("shared_expert_intermediate_size") or width * int(config.get("n_shared_experts") or 0))
+    is_mixed = any(config.get(name) for name in ("mlp_only_layers", "first_k_dense_replace"))
+    is_mixed = is_mixed or config.get("decoder_sparse_step", 1) > 1
+    return math.gcd(shared, int(config["intermediate_size"]) if is_mixed else 0)
 
 
-def _latents(found: dict[str, Any]) -> int:
-    if not found.get("kv_lora_rank"):
+def _latents(config: dict[str, Any]) -> int:
+    if not config.get("kv_lora_rank"):
         return 0
-    return math.gcd(int(found["kv_lora_rank"]) + int(found["qk_rope_head_dim"]), int(found.get("q_lora_rank") or 0))
+    return math.gcd(int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]), int(config.get("q_lora_rank") or 0))
 
 
-def _states(found: dict[str, Any]) -> int:
+def _states(config: dict[str, Any]) -> int:
     """Where config.json does not say which layers have a state, all count."""
 
     def size(*names: str) -> int:
-        return next((value for name in names if isinstance(value := found.get(name), int)), 0)
+        return next((value for name in names if isinstance(value := config.get(name), int)), 0)
 
-    hidden, heads = int(found["hidden_size"]), size("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
-    kinds = found.get("layer_types") or found.get("layers_block_type") or [""] * found["num_hidden_layers"]
+    hidden, heads = int(config["hidden_size"]), size("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
+    kinds = config.get("layer_types") or config.get("layers_block_type") or [""] * config["num_hidden_layers"]
     count = sum(not ("attention" in kind and "linear" not in kind) and kind not in ("mlp", "moe") for kind in kinds)
     inner = heads * size("mamba_head_dim", "mamba_d_head") or size("mamba_expand", "expand") * hidden
     width = size("mamba_d_state", "ssm_state_size", "state_size")
@@ -189,8 +189,8 @@ def _states(found: dict[str, Any]) -> int:
     mamba = convolved * size("mamba_d_conv", "conv_kernel", "mamba_conv_kernel") + inner * width
     keys, values = (size(f"linear_num_{part}_heads") * size(f"linear_{part}_head_dim") for part in ("key", "value"))
     linear = values * size("linear_key_head_dim") + (2 * keys + values) * size("linear_conv_kernel_dim")
-    if kimi := found.get("linear_attn_config"):
-        found = found | {f"linear_{name}": value for name, value in kimi.items()}
+    if kimi := config.get("linear_attn_config"):
+        config = config | {f"linear_{name}": value for name, value in kimi.items()}
     width_of_head = size("linear_head_dim")
     kernel = size("linear_conv_kernel_dim", "linear_short_conv_kernel_size")
     linear += size("linear_num_heads") * width_of_head * (width_of_head + 3 * kernel)

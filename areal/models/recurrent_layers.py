@@ -64,13 +64,15 @@ def has_states(config: PretrainedConfig) -> bool:
 def state_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Name -> module that keeps a state. It takes the cache of its model, has no part that does, and does not call the
     attention function, which has its own cache."""
-    found: dict[str, nn.Module] = {}
+    candidates: dict[str, nn.Module] = {}
     for name, module in model.get_decoder().named_modules():
         is_block = isinstance(module, GradientCheckpointingLayer)
         if name and not is_block and _takes_cache(module) and not any(_takes_cache(part) for part in _parts(module)):
-            found[name] = module
+            candidates[name] = module
     of_attention = {part for module in choosing_layers(model) for part in module.modules()}  # indexers
-    return {name: layer for name, layer in found.items() if layer not in of_attention and not _calls_attention(layer)}
+    return {
+        name: layer for name, layer in candidates.items() if layer not in of_attention and not _calls_attention(layer)
+    }
 
 
 def require_native(model: PreTrainedModel) -> None:
@@ -89,14 +91,14 @@ def require_native(model: PreTrainedModel) -> None:
 def linear_without_call(model: PreTrainedModel) -> set[nn.Module]:
     """Linear layers in which an adapter has no effect or no gradient: layers with a state do not call them, but read
     their weights; an indexer chooses tokens with them."""
-    found: set[nn.Module] = set()
+    modules: set[nn.Module] = set()
     for module in choosing_layers(model):
-        found |= {part for name, part in module.named_modules() if name.startswith("indexer.")}
+        modules |= {part for name, part in module.named_modules() if name.startswith("indexer.")}
     for layer in state_layers(model).values():
         source = inspect.getsource(inspect.unwrap(type(layer).forward))
         parts = {getattr(layer, name) for name in re.findall(r"self\.(\w+)\.weight", source)}
-        found |= {part for part in parts if isinstance(part, nn.Linear)}
-    return found
+        modules |= {part for part in parts if isinstance(part, nn.Linear)}
+    return modules
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
@@ -201,8 +203,8 @@ class PackedStates:
 
         def masked(*args: Any, **kwargs: Any) -> Any:
             hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-            own = {} if layout is None else {"layout": dataclasses.replace(layout, is_masked=True)}
-            return forward(*args, **kwargs | own | {"attention_mask": _seen(hidden, chunk)})
+            masks = {} if layout is None else {"layout": dataclasses.replace(layout, is_masked=True)}
+            return forward(*args, **kwargs | masks | {"attention_mask": _seen(hidden, chunk)})
 
         if layout is None or layout.is_probe:
             return masked(*args, **kwargs)
@@ -224,15 +226,15 @@ def _each_sequence(
 def neighbours(runs: Sequence[tuple[int, int, int]]) -> list[list[int]]:
     """The lengths of the sequences of a row, by call. Those in a call are padded to the longest, which costs less than
     another call: linear attention computes chunks of this size."""
-    found: list[list[int]] = []
+    calls: list[list[int]] = []
     for _, count, length in runs:
-        own = [length] * count
-        both = [*found[-1], *own] if found else own
-        if found and is_one_call(both):
-            found[-1] = both
+        lengths_of_group = [length] * count
+        both = [*calls[-1], *lengths_of_group] if calls else lengths_of_group
+        if calls and is_one_call(both):
+            calls[-1] = both
         else:
-            found.append(own)
-    return found
+            calls.append(lengths_of_group)
+    return calls
 
 
 def for_each_sequence(
@@ -252,13 +254,13 @@ def for_each_sequence(
         # split, because its backward pass is one concatenation
         return [_batched(part[0], lengths) for part, lengths in zip(value.split(sizes, dim=1), groups, strict=True)]
 
-    found: list[list[Any]] = []
+    results: list[list[Any]] = []
     output_form = form
-    for lengths, own in zip(groups, zip(*map(of_groups, values), strict=True), strict=True):
-        own_args, own_kwargs = tree_unflatten(list(own), form)
+    for lengths, values_of_group in zip(groups, zip(*map(of_groups, values), strict=True), strict=True):
+        own_args, own_kwargs = tree_unflatten(list(values_of_group), form)
         outputs, output_form = tree_flatten(forward(*own_args, **own_kwargs))
-        found.append([_row(out, lengths) if isinstance(out, Tensor) else out for out in outputs])
-    joined = [_joined(each) if isinstance(each[0], Tensor) else each[0] for each in zip(*found, strict=True)]
+        results.append([_row(out, lengths) if isinstance(out, Tensor) else out for out in outputs])
+    joined = [_joined(each) if isinstance(each[0], Tensor) else each[0] for each in zip(*results, strict=True)]
     return tree_unflatten(joined, output_form)
 
 
@@ -280,7 +282,7 @@ def _row(batch: Tensor, lengths: Sequence[int]) -> Tensor:
     """[sequences, longest, ...] -> [1, sum of lengths, ...]"""
     if len(set(lengths)) == 1:
         return batch.flatten(0, 1).unsqueeze(0)
-    return torch.cat([own[:length] for own, length in zip(batch.unbind(0), lengths, strict=True)]).unsqueeze(0)
+    return torch.cat([row[:length] for row, length in zip(batch.unbind(0), lengths, strict=True)]).unsqueeze(0)
 
 
 def _borders(cu_seqlens: Tensor) -> dict[str, Tensor]:

@@ -47,9 +47,11 @@ class StoredForm:
 
     def __init__(self, model: nn.Module) -> None:
         """ConfigError for an architecture in which a parameter is not made of whole stored weights."""
-        found = get_model_conversion_mapping(cast(PreTrainedModel, model), add_legacy=False)
+        conversions = get_model_conversion_mapping(cast(PreTrainedModel, model), add_legacy=False)
         # A prefix differs in checkpoints without a head only, which are read by both names.
-        changes = [change.reverse_transform() for change in reversed(found) if not isinstance(change, PrefixChange)]
+        changes = [
+            change.reverse_transform() for change in reversed(conversions) if not isinstance(change, PrefixChange)
+        ]
         self._model = model
         self._renamings = [change for change in changes if isinstance(change, WeightRenaming)]
         self._converters = [change for change in changes if isinstance(change, WeightConverter)]

@@ -67,24 +67,24 @@ def _parts(spans: Sequence[Span]) -> list[_Part]:
     cuts: dict[int, set[int]] = defaultdict(set)
     for span in spans:
         cuts[span.parent].add(span.shared)
-    found: list[_Part] = []
+    parts: list[_Part] = []
     paths: list[np.ndarray] = []
     states = {(-1, 0): (-1, 0)}
     """(branch, tokens of its rows up to a cut) -> (the part with the last state before the cut, tokens up to it)."""
     for number, span in enumerate(spans):
-        own = np.arange(span.first, span.first + span.size)
-        paths.append(own if span.parent < 0 else np.concatenate([paths[span.parent][: span.shared], own]))
+        tokens = np.arange(span.first, span.first + span.size)
+        paths.append(tokens if span.parent < 0 else np.concatenate([paths[span.parent][: span.shared], tokens]))
         after, begin = states[span.parent, span.shared]
         done, end = span.shared, span.shared + span.size
         for cut in sorted({*cuts[number], end}):
             is_continued = cut in cuts[number] and cut - begin >= MIN_PART
             if is_continued or (cut == end and end > done):
-                depth = 0 if after < 0 else found[after].depth + 1
-                found.append(_Part(paths[-1][begin:cut], cut - done, after, depth, is_continued))
+                depth = 0 if after < 0 else parts[after].depth + 1
+                parts.append(_Part(paths[-1][begin:cut], cut - done, after, depth, is_continued))
             if is_continued:
-                after, begin, done = len(found) - 1, cut, cut
+                after, begin, done = len(parts) - 1, cut, cut
             states[number, cut] = after, begin
-    return found
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +112,12 @@ def state_calls(spans: Sequence[Span], device: torch.device) -> StateCalls:
             alike[part.depth, len(part.tokens)].append(number)
     groups = [alike[key] for key in sorted(alike)]
     last: list[list[int]] = []
-    for number in sorted(range(len(parts)), key=lambda one: (parts[one].after < 0, len(parts[one].tokens))):
+    for number in sorted(range(len(parts)), key=lambda index: (parts[index].after < 0, len(parts[index].tokens))):
         if parts[number].is_continued:
             continue
         both = [*last[-1], number] if last else []
-        is_alike = len({parts[one].after < 0 for one in both}) == 1
-        if is_alike and is_one_call([len(parts[one].tokens) for one in both]):
+        is_alike = len({parts[index].after < 0 for index in both}) == 1
+        if is_alike and is_one_call([len(parts[index].tokens) for index in both]):
             last[-1] = both
         else:
             last.append([number])
@@ -126,15 +126,17 @@ def state_calls(spans: Sequence[Span], device: torch.device) -> StateCalls:
     places = np.empty(sum(span.size for span in spans), dtype=np.int64)
     begin = 0
     for group in [*groups, *last]:
-        group = sorted(group, key=lambda one: place_of[parts[one].after])
-        width = max(2, *(len(parts[one].tokens) for one in group))
-        index = np.stack([np.pad(parts[one].tokens, (0, width - len(parts[one].tokens)), "edge") for one in group])
+        group = sorted(group, key=lambda member: place_of[parts[member].after])
+        width = max(2, *(len(parts[member].tokens) for member in group))
+        index = np.stack(
+            [np.pad(parts[member].tokens, (0, width - len(parts[member].tokens)), "edge") for member in group]
+        )
         sources: dict[int, list[int]] = defaultdict(list)
-        for row, one in enumerate(group):
-            part = parts[one]
+        for row, member in enumerate(group):
+            part = parts[member]
             size = len(part.tokens)
             places[part.tokens[size - part.num_new :]] = begin + row * width + np.arange(size - part.num_new, size)
-            place_of[one] = (len(calls), row)
+            place_of[member] = (len(calls), row)
             if part.after >= 0:
                 call, place = place_of[part.after]
                 sources[call].append(place)
@@ -151,13 +153,13 @@ class _Carried(LinearAttentionLayer):
         super().__init__(number_of_states)
         self.record_past = True  # so that layers do not write to a state to continue it by one token
         for number in range(number_of_states):
-            for own, found in (
+            for joined, states in (
                 (self.conv_states, [(each.conv_states[number], rows) for each, rows in before]),
                 (self.recurrent_states, [(each.recurrent_states[number], rows) for each, rows in before]),
             ):
-                chosen = [state.index_select(0, rows) for state, rows in found if state is not None]
+                chosen = [state.index_select(0, rows) for state, rows in states if state is not None]
                 if chosen:
-                    own[number] = torch.cat(chosen)
+                    joined[number] = torch.cat(chosen)
                     self.has_previous_state[number] = True
 
     def update_conv_state(
@@ -193,19 +195,19 @@ def for_each_part(
     number = max(getattr(config, "number_of_conv_states", 1), 1)
     names = list(inspect.signature(type(layer).forward).parameters)[1:]
     values, form = tree_flatten({**dict(zip(names, args, strict=False)), **kwargs, name: None})
-    found: list[list[Any]] = []
+    results: list[list[Any]] = []
     kept: list[Any] = []
     output_form = form
     for call in plan.calls:
         inputs = tree_unflatten([_of_tokens(value, plan, call.tokens) for value in values], form)
         state: Any = _Carried(number, [(kept[before], rows) for before, rows in call.after])
         outputs, output_form = tree_flatten(forward(**inputs | {name: Cache(layers=[state] * (index + 1))}))
-        found.append([out.flatten(0, 1) if isinstance(out, Tensor) else out for out in outputs])
+        results.append([out.flatten(0, 1) if isinstance(out, Tensor) else out for out in outputs])
         if call.is_continued:
             kept.append(state)
     joined = [
         _chosen(torch.cat(each), plan.places).unsqueeze(0) if isinstance(each[0], Tensor) else each[0]
-        for each in zip(*found, strict=True)
+        for each in zip(*results, strict=True)
     ]
     return tree_unflatten(joined, output_form)
 
@@ -233,8 +235,8 @@ def continues_state(layer: nn.Module, config: Any, device: torch.device, dtype: 
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
             torch.manual_seed(0)
             tried: Any = type(layer)(config, layer_idx=0)
-            for own, buffer in layer.named_buffers(recurse=False):  # some are from the model
-                tried._buffers.setdefault(own, torch.ones(buffer.shape))
+            for buffer_name, buffer in layer.named_buffers(recurse=False):  # some are from the model
+                tried._buffers.setdefault(buffer_name, torch.ones(buffer.shape))
             tried.to(device, dtype)
             for weight in tried.parameters():
                 nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 if weight.ndim == 2 else 0.5)
@@ -243,17 +245,17 @@ def continues_state(layer: nn.Module, config: Any, device: torch.device, dtype: 
             common, *ends = tree.split([MIN_PART, 2, 3], dim=1)
             rows = [tried(torch.cat([common, end], dim=1), **{name: None}) for end in ends]
             spans = [Span(0, MIN_PART + 2, 0, -1), Span(MIN_PART + 2, 3, MIN_PART, 0)]
-            found = for_each_part(tried, tried.forward, state_calls(spans, device), (tree,), {}, config)
+            outputs = for_each_part(tried, tried.forward, state_calls(spans, device), (tree,), {}, config)
             pairs: list[tuple[Tensor, Tensor]] = []
-            for ours, first, second in zip(*map(tree_leaves, (found, *rows)), strict=True):
+            for ours, first, second in zip(*map(tree_leaves, (outputs, *rows)), strict=True):
                 if isinstance(ours, Tensor):
                     whole = torch.cat([first, second[:, MIN_PART:]], dim=1)
                     weights = torch.randn_like(whole)
-                    own, exact = (
+                    gradient, exact = (
                         torch.autograd.grad((each * weights).sum(), tree, retain_graph=True)[0]
                         for each in (ours, whole)
                     )
-                    pairs += [(ours, whole), (own, exact)]
+                    pairs += [(ours, whole), (gradient, exact)]
             return all(bool((ours - exact).norm() <= _TOLERANCE * exact.norm()) for ours, exact in pairs)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise

@@ -121,9 +121,9 @@ def tokens_around(tokenizer: str, layout: VisionLayout) -> tuple[tuple[int, ...]
         return (), ()
     path = _path(tokenizer, "tokenizer.json", downloads=True)
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        ids: dict[str, int] = {one["content"]: one["id"] for one in found.get("added_tokens") or []}
-        vocabulary = found["model"]["vocab"]
+        content: dict[str, Any] = json.loads(path.read_text())
+        ids: dict[str, int] = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+        vocabulary = content["model"]["vocab"]
         ids = (vocabulary if isinstance(vocabulary, dict) else {}) | ids
         numbers = [int(ids[name]) for name in names]
         place = numbers.index(layout.image_token_id)
@@ -136,10 +136,10 @@ def _path(model: str, file: str, *, downloads: bool) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir() or folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         return folder / file
-    found = cached_hub_file(model, file)
-    if found is None and downloads:
-        found = hub_file(model, file, key="actor.path")
-    return found or folder / file
+    path = cached_hub_file(model, file)
+    if path is None and downloads:
+        path = hub_file(model, file, key="actor.path")
+    return path or folder / file
 
 
 def _layout(config: dict[str, Any], processor: dict[str, Any], path: str, family: VisionFamily) -> VisionLayout:
@@ -152,7 +152,7 @@ def _layout(config: dict[str, Any], processor: dict[str, Any], path: str, family
         image_token_id=int(placeholder),
         vision_start_id=start,
         vision_end_id=end,
-        banned_ids=tuple(sorted({int(found) for found in (placeholder, *ids) if found is not None})),
+        banned_ids=tuple(sorted({int(token) for token in (placeholder, *ids) if token is not None})),
         mean=_three(processor.get("image_mean", _CLIP[0])),
         std=_three(processor.get("image_std", _CLIP[1])),
         resample=int(processor.get("resample", _BICUBIC)),
@@ -189,13 +189,13 @@ def _tiles(config: dict[str, Any], processor: dict[str, Any], path: str, family:
     vision = config["vision_config"]
     side, patch = _first(vision["image_size"]), _first(vision["patch_size"])
     size, sizing = processor.get("size") or {}, family.sizing
-    found = size.get("height") or size.get("shortest_edge")
+    pixels = size.get("height") or size.get("shortest_edge")
     if family.is_batched:
-        found = (processor.get("max_image_size") or {}).get("longest_edge")
+        pixels = (processor.get("max_image_size") or {}).get("longest_edge")
     elif sizing == "crop" and not processor.get("do_center_crop", "shortest_edge" in size):
         sizing = "square"
-    if found is not None and int(found) != side:
-        raise _wrong(path, f"has images of {found} pixels, and config.json vision_config.image_size={side}")
+    if pixels is not None and int(pixels) != side:
+        raise _wrong(path, f"has images of {pixels} pixels, and config.json vision_config.image_size={side}")
     merge = 1
     match family.merge_key:
         case "scale_factor":

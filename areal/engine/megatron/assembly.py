@@ -73,7 +73,7 @@ def assembled_engine(
     for chunk in plain:
         chunk.to(mesh.device)
     routing = _routing(plain, hf, config)
-    own = rank_weights(hf, head, plain, mesh, groups, count)
+    weights = rank_weights(hf, head, plain, mesh, groups, count)
     chunks: Sequence[nn.Module] = plain
     optimizer = None
     if config.optimizer is None:
@@ -82,15 +82,15 @@ def assembled_engine(
     else:
         wrapped = _wrapped(plain, model_config, config, groups)
         options = {"mesh": mesh, "groups": groups, "dtype": dtype, "total_steps": total_steps}
-        own = rank_weights(hf, head, plain, mesh, groups, count)  # the parameters moved into buffers
-        chunks, optimizer = wrapped, MegatronOptimizer(wrapped, config, own, **options)
+        weights = rank_weights(hf, head, plain, mesh, groups, count)  # the parameters moved into buffers
+        chunks, optimizer = wrapped, MegatronOptimizer(wrapped, config, weights, **options)
     # after the optimiser, whose float32 weights have more digits than those of the model
-    fill(own, config, hf, folder, head, seed, Tensor.copy_ if optimizer is None else optimizer.set_value)
+    fill(weights, config, hf, folder, head, seed, Tensor.copy_ if optimizer is None else optimizer.set_value)
     return MegatronEngine(
         chunks,
         hf=hf,
         head=head,
-        own=own,
+        weights=weights,
         config=config,
         mesh=mesh,
         groups=groups,
@@ -150,20 +150,20 @@ def rank_weights(
 
 
 def fill(
-    own: RankWeights, config: TrainEngineConfig, hf: Any, folder: Path, head: HeadPlan, seed: int, put: Put
+    weights: RankWeights, config: TrainEngineConfig, hf: Any, folder: Path, head: HeadPlan, seed: int, put: Put
 ) -> None:
     """Read this rank's parts of the weights, or draw them."""
     if config.init_from_scratch:
-        copy_weights(own, drawn_weights(hf, is_critic=head.has_score, seed=seed), put)
+        copy_weights(weights, drawn_weights(hf, is_critic=head.has_score, seed=seed), put)
         return
     reader = CheckpointReader(folder)
-    score = own.own.get(HEAD)
+    score = weights.own.get(HEAD)
     if head.has_score and config.optimizer is not None and not reader.has(HEAD):
         if score is not None:
             with torch.no_grad():
                 draw_head(score, seed)
-        own = own.without(HEAD)
-    read_weights(own, reader, put)
+        weights = weights.without(HEAD)
+    read_weights(weights, reader, put)
 
 
 def _wrapped(

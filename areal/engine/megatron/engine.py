@@ -53,32 +53,32 @@ from areal.engine.token_model import policy_outputs
 # pyright: reportMissingImports=false
 
 
-def staged_pieces(own: RankWeights, optimizer: MegatronOptimizer | None, mesh: TrainerMesh) -> StagedPieces:
+def staged_pieces(weights: RankWeights, optimizer: MegatronOptimizer | None, mesh: TrainerMesh) -> StagedPieces:
     """The weights and the optimiser's state, each part on one of the ranks that hold it; a collective."""
     kinds = () if optimizer is None else optimizer.kinds()
     step = None if optimizer is None or not kinds else torch.tensor(optimizer.num_updates())
     pieces: dict[str, Piece] = {}
-    for number, (weight, parameter) in enumerate(own.of_rank(with_copies=False)):
-        group, state = own.data_group(weight), {"value": parameter.detach()}
+    for number, (weight, parameter) in enumerate(weights.of_rank(with_copies=False)):
+        group, state = weights.data_group(weight), {"value": parameter.detach()}
         if optimizer is not None:
             state = optimizer.state_of(weight, parameter, kinds)
-        is_first = own.tensor_group(weight).rank() == 0
+        is_first = weights.tensor_group(weight).rank() == 0
         if weight.expert is None:
-            found = _pieces_of(own, weight, state) if weight.split is not None or is_first else {}
+            pieces_of_weight = _pieces_of(weights, weight, state) if weight.split is not None or is_first else {}
         else:
             number = weight.layer or 0  # one rank writes the experts of a layer, which are one tensor
-            found = {kind: own.gathered(weight, value) for kind, value in state.items()}
-            found = _joined_experts(own, weight, found, pieces) if is_first else {}
+            pieces_of_weight = {kind: weights.gathered(weight, value) for kind, value in state.items()}
+            pieces_of_weight = _joined_experts(weights, weight, pieces_of_weight, pieces) if is_first else {}
         if number % group.size() == group.rank():
-            pieces |= found
+            pieces |= pieces_of_weight
             if step is not None and is_first and len(state) > 1:
                 pieces |= {_name("step", part.state_name): Piece(step, ()) for part in weight.parts}
     steps = 0 if optimizer is None else optimizer.num_steps
     return StagedPieces(pieces=pieces, rank=mesh.rank, world_size=mesh.world_size, num_steps=steps)
 
 
-def _pieces_of(own: RankWeights, weight: MappedWeight, state: Mapping[str, Tensor]) -> dict[str, Piece]:
-    group = own.tensor_group(weight)
+def _pieces_of(weights: RankWeights, weight: MappedWeight, state: Mapping[str, Tensor]) -> dict[str, Piece]:
+    group = weights.tensor_group(weight)
     pieces: dict[str, Piece] = {}
     for kind, value in state.items():
         for part, tensor in zip(weight.parts, weight.divided(value), strict=True):
@@ -88,7 +88,7 @@ def _pieces_of(own: RankWeights, weight: MappedWeight, state: Mapping[str, Tenso
 
 
 def _joined_experts(
-    own: RankWeights, weight: MappedWeight, state: Mapping[str, list[Tensor]], pieces: Mapping[str, Piece]
+    weights: RankWeights, weight: MappedWeight, state: Mapping[str, list[Tensor]], pieces: Mapping[str, Piece]
 ) -> dict[str, Piece]:
     """The pieces of all experts of this rank in a layer, with the values of one expert filled in.
 
@@ -100,7 +100,7 @@ def _joined_experts(
             name, (expert, row, _) = _name(kind, part.state_name), part.state_offsets([slice(0, 0)] * value.dim())
             piece = experts.get(name) or pieces.get(name)
             if piece is None:
-                whole = value.new_empty(own.num_experts, *part.state_shape[1:])
+                whole = value.new_empty(weights.num_experts, *part.state_shape[1:])
                 piece = Piece(whole, (expert, 0, 0))
             experts[name] = piece
             piece.values[expert - piece.offsets[0], row : row + len(value)] = value
@@ -111,28 +111,28 @@ def _name(kind: str, weight: str) -> str:
     return f"weights/{weight}" if kind == "value" else f"optimizer/{weight}/{kind}"
 
 
-def load_state(folder: Path, own: RankWeights, optimizer: MegatronOptimizer | None) -> None:
+def load_state(folder: Path, weights: RankWeights, optimizer: MegatronOptimizer | None) -> None:
     """Continue from the files of an engine. Raises InputError when they do not fit this model."""
-    shapes = {part.state_name: part.state_shape for weight in own.weights for part in weight.parts}
+    shapes = {part.state_name: part.state_shape for weight in weights.weights for part in weight.parts}
     reader = RecoveryReader(folder, shapes)
-    for weight, parameter in own.of_rank():
-        found = {} if optimizer is None else reader.kinds(weight.parts[0].state_name)
-        state = {kind: _local(reader, own, weight, kind) for kind in ("value", *sorted(set(found) - {"step"}))}
+    for weight, parameter in weights.of_rank():
+        kinds = {} if optimizer is None else reader.kinds(weight.parts[0].state_name)
+        state = {kind: _local(reader, weights, weight, kind) for kind in ("value", *sorted(set(kinds) - {"step"}))}
         if optimizer is None:
             with torch.no_grad():
                 parameter.copy_(state["value"])
             continue
         step = torch.zeros(())
-        if "step" in found:
+        if "step" in kinds:
             reader.fill({_name("step", weight.parts[0].state_name): step})
         optimizer.set_state(parameter, state, float(step))
     if optimizer is not None:
         optimizer.num_steps = reader.num_steps
 
 
-def _local(reader: RecoveryReader, own: RankWeights, weight: MappedWeight, kind: str) -> Tensor:
+def _local(reader: RecoveryReader, weights: RankWeights, weight: MappedWeight, kind: str) -> Tensor:
     """This rank's part of a weight, or of the optimiser's state of it."""
-    group = own.tensor_group(weight)
+    group = weights.tensor_group(weight)
     parts: list[Tensor] = []
     for part in weight.parts:
         region = weight.region(part, group.rank(), group.size())
@@ -171,7 +171,7 @@ class MegatronEngine:
         *,
         hf: Any,
         head: HeadPlan,
-        own: RankWeights,
+        weights: RankWeights,
         config: TrainEngineConfig,
         mesh: TrainerMesh,
         groups: ProcessGroupCollection,
@@ -180,7 +180,7 @@ class MegatronEngine:
         dtype: torch.dtype,
         source: Path,
     ) -> None:
-        self._chunks, self._hf, self._head, self._own = list(chunks), hf, head, own
+        self._chunks, self._hf, self._head, self._own = list(chunks), hf, head, weights
         self._config, self._mesh, self._groups = config, mesh, groups
         self._optimizer, self._dtype, self._source = optimizer, dtype, source
         self._routing = routing
@@ -205,11 +205,11 @@ class MegatronEngine:
     def forward(self, batch: TrainBatch, *, with_adapters: bool = True) -> TokenOutputs:
         for chunk in self._chunks:
             chunk.eval()
-        found: list[tuple[_Work, tuple[Tensor, ...]]] = []
+        results: list[tuple[_Work, tuple[Tensor, ...]]] = []
         with torch.no_grad():
-            self._run(batch, lambda work, outputs: found.append((work, outputs)))
+            self._run(batch, lambda work, outputs: results.append((work, outputs)))
         whole: list[Tensor] = []
-        for work, outputs in found:
+        for work, outputs in results:
             if not whole:
                 whole = [torch.zeros((batch.num_tokens, *v.shape[1:]), dtype=v.dtype) for v in outputs]
             for target, values in zip(whole, outputs, strict=True):
@@ -320,8 +320,8 @@ class MegatronEngine:
         scale = 1.0 if config.calculate_per_token_loss else float(len(plan) * self._mesh.dp_size)
 
         def take_loss(work: _Work, outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-            found = use(work, tuple(values[: work.num_tokens] for values in outputs))
-            loss = outputs[0].sum() * 0.0 if found is None else found * scale
+            loss_of_outputs = use(work, tuple(values[: work.num_tokens] for values in outputs))
+            loss = outputs[0].sum() * 0.0 if loss_of_outputs is None else loss_of_outputs * scale
             count = torch.zeros((), dtype=torch.int, device=loss.device)
             return (loss, count, {}) if config.calculate_per_token_loss else (loss, {})
 
@@ -334,10 +334,10 @@ class MegatronEngine:
             valid = self._valid(work)
             recorded = None if work.inputs.routed_experts is None else self._of_tensor_rank(work.inputs.routed_experts)
             self._routing.begin(recorded, is_counting=with_backward, valid=valid if with_backward else None)
-            found = model(work.inputs)
+            outputs = model(work.inputs)
             if with_backward:
                 self._routing.finish(valid, self._mesh.all_reduce, num_tokens)
-            return found, partial(take_loss, work)
+            return outputs, partial(take_loss, work)
 
         get_forward_backward_func()(
             forward_step_func=step,

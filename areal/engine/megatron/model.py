@@ -281,22 +281,26 @@ class LatentAttention(MLASelfAttention):
         """`turned` [T, d]: the part of the keys that is turned by its position."""
         config, heads = self.config, self.num_attention_heads_per_partition
         queries, _ = (self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj)(latent_queries)
-        found, _ = self.linear_kv_up_proj(latents)
-        keys, values = found.unflatten(-1, (heads, -1)).split([config.qk_head_dim, config.v_head_dim], -1)
-        plain, own = queries.unflatten(-1, (heads, -1)).split([config.qk_head_dim, config.qk_pos_emb_head_dim], -1)
+        projected, _ = self.linear_kv_up_proj(latents)
+        keys, values = projected.unflatten(-1, (heads, -1)).split([config.qk_head_dim, config.v_head_dim], -1)
+        plain, positional = queries.unflatten(-1, (heads, -1)).split(
+            [config.qk_head_dim, config.qk_pos_emb_head_dim], -1
+        )
         assert row.cos is not None
         assert row.sin is not None
-        own, turned = (_turned(self._halves(each), row.cos, row.sin) for each in (own, turned.unsqueeze(1)))
-        return torch.cat([plain, own], -1), torch.cat([keys, turned.expand(-1, heads, -1)], -1), values
+        positional, turned = (
+            _turned(self._halves(each), row.cos, row.sin) for each in (positional, turned.unsqueeze(1))
+        )
+        return torch.cat([plain, positional], -1), torch.cat([keys, turned.expand(-1, heads, -1)], -1), values
 
     def _latents(self, layer: nn.Module, hidden_states: Tensor, size: int) -> Tensor:
         """[T, 1, h] -> [T, size], of the tokens that this tensor rank has outside tensor-parallel layers."""
-        found, _ = layer(hidden_states)
-        if found.shape[-1] != size:  # the layer is split over tensor ranks, and gathered the tokens
-            found = gather_from_tensor_model_parallel_region(found)
+        projected, _ = layer(hidden_states)
+        if projected.shape[-1] != size:  # the layer is split over tensor ranks, and gathered the tokens
+            projected = gather_from_tensor_model_parallel_region(projected)
             if self.config.sequence_parallel:
-                found = scatter_to_sequence_parallel_region(found)
-        return found.squeeze(1)
+                projected = scatter_to_sequence_parallel_region(projected)
+        return projected.squeeze(1)
 
     def _halves(self, states: Tensor) -> Tensor:
         """The first elements of all pairs, then the second."""
@@ -419,10 +423,10 @@ class PackedModel(LanguageModule):
         if self.config.sequence_parallel:
             # the head's gradient is whole on every tensor rank
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        found, layout = self._outputs(hidden.squeeze(1), inputs), inputs.layout
+        outputs, layout = self._outputs(hidden.squeeze(1), inputs), inputs.layout
         if layout.context is None:
-            return found
-        return tuple(all_tokens(values, layout.context, layout.num_tokens) for values in found)
+            return outputs
+        return tuple(all_tokens(values, layout.context, layout.num_tokens) for values in outputs)
 
     def _embedded(self, inputs: ModelInput) -> Tensor:
         """The embeddings of this rank's tokens; that of the padding token is not trained, as in transformers."""
@@ -455,20 +459,22 @@ class PackedModel(LanguageModule):
             values = self.score(hidden.float()).squeeze(-1)
             return (values if head.role == "reward" else torch.where(inputs.has_label, values, 0.0),)
         weight = self.shared_embedding_or_output_weight() if head.is_tied else self.output_layer.weight
-        given = inputs.temperatures
-        found = linear_logprobs(
+        temperatures = inputs.temperatures
+        outputs = linear_logprobs(
             hidden,
             weight,
             None,
             inputs.labels,
-            temperature=head.temperature if given is None else torch.where(given.isnan(), head.temperature, given),
+            temperature=head.temperature
+            if temperatures is None
+            else torch.where(temperatures.isnan(), head.temperature, temperatures),
             outputs=head.spec,
             candidate_ids=inputs.candidate_ids,
             valid=inputs.has_label,
             float32_head=head.float32_head,
             tensor_ranks=self._tensor,
         )
-        return present_outputs(found)
+        return present_outputs(outputs)
 
 
 def use_chunks(count: int) -> None:

@@ -190,17 +190,17 @@ def shares_state(config: TrainEngineConfig) -> bool:
 
 
 def ddp_config(config: TrainEngineConfig) -> DistributedDataParallelConfig:
-    found = config.megatron.ddp
+    options = config.megatron.ddp
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=found.grad_reduce_in_fp32 and config.grad_reduce_dtype == "float32",
-        overlap_grad_reduce=found.overlap_grad_reduce,
-        overlap_param_gather=found.overlap_param_gather and shares_state(config),
-        align_param_gather=found.align_param_gather,
+        grad_reduce_in_fp32=options.grad_reduce_in_fp32 and config.grad_reduce_dtype == "float32",
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        overlap_param_gather=options.overlap_param_gather and shares_state(config),
+        align_param_gather=options.align_param_gather,
         use_distributed_optimizer=shares_state(config),
-        check_for_nan_in_grad=found.check_for_nan_in_grad,
-        bucket_size=found.bucket_size,
-        average_in_collective=found.average_in_collective,
-        fp8_param_gather=found.fp8_param_gather,
+        check_for_nan_in_grad=options.check_for_nan_in_grad,
+        bucket_size=options.bucket_size,
+        average_in_collective=options.average_in_collective,
+        fp8_param_gather=options.fp8_param_gather,
     )
 
 

@@ -36,7 +36,7 @@ class MegatronOptimizer:
         self,
         chunks: Sequence[DistributedDataParallel],
         config: TrainEngineConfig,
-        own: RankWeights,
+        weights: RankWeights,
         *,
         total_steps: int,
         mesh: TrainerMesh,
@@ -45,7 +45,7 @@ class MegatronOptimizer:
     ) -> None:
         assert config.optimizer is not None
         self._config, self._total_steps = config.optimizer, total_steps
-        self._chunks, self._own, self._mesh, self._groups = chunks, own, mesh, groups
+        self._chunks, self._own, self._mesh, self._groups = chunks, weights, mesh, groups
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # an empty table of overrides: weight decay for all weights, as with FSDP
@@ -116,8 +116,8 @@ class MegatronOptimizer:
         ]
 
     def _gradients(self) -> list[Tensor]:
-        found = [p for part in self._parts() for p in part.get_parameters()]
-        grads = [getattr(p, "decoupled_grad", None) if p.grad is None else p.grad for p in found]
+        parameters = [p for part in self._parts() for p in part.get_parameters()]
+        grads = [getattr(p, "decoupled_grad", None) if p.grad is None else p.grad for p in parameters]
         return [grad for grad in grads if grad is not None]
 
     def _weight_norm_squared(self) -> float:
@@ -140,9 +140,9 @@ class MegatronOptimizer:
             if (value := tensors.get(key_of(weight))) is not None:
                 order[weight.parts[0].name] += float(value.detach().float().square().sum())
         squares = torch.tensor(list(order.values()), dtype=torch.float64)
-        found = dict(zip(order, self._mesh.all_reduce(squares).tolist(), strict=True))
-        bad = (name for name, value in found.items() if not math.isfinite(value))
-        return next(bad, max(found, key=found.__getitem__))
+        totals = dict(zip(order, self._mesh.all_reduce(squares).tolist(), strict=True))
+        bad = (name for name, value in totals.items() if not math.isfinite(value))
+        return next(bad, max(totals, key=totals.__getitem__))
 
     def state_of(self, weight: MappedWeight, parameter: Tensor, kinds: Sequence[str]) -> dict[str, Tensor]:
         """The float32 `value` and the optimiser state `kinds` of a weight of this rank.
@@ -197,18 +197,18 @@ class MegatronOptimizer:
         return MOMENTS if self._mesh.all_reduce(flag, "max").item() else ()
 
     def _main_of(self, parameter: Tensor) -> "_Main | None":
-        for one in self._parts():
-            if isinstance(one, DistributedOptimizer):
-                place = one.model_param_group_index_map.get(parameter)
+        for optimizer in self._parts():
+            if isinstance(optimizer, DistributedOptimizer):
+                place = optimizer.model_param_group_index_map.get(parameter)
                 if place is not None:
-                    group = one.optimizer.param_groups[place[0]]
-                    part = one._get_model_param_range_map(parameter)["param"]
-                    return _Main(one.optimizer, group, group["params"][place[1]], part.start, part.end)
+                    group = optimizer.optimizer.param_groups[place[0]]
+                    part = optimizer._get_model_param_range_map(parameter)["param"]
+                    return _Main(optimizer.optimizer, group, group["params"][place[1]], part.start, part.end)
             else:
                 main = getattr(parameter, "main_param", parameter)
-                for group in one.optimizer.param_groups:
+                for group in optimizer.optimizer.param_groups:
                     if any(main is each for each in group["params"]):
-                        return _Main(one.optimizer, group, main, 0, parameter.numel())
+                        return _Main(optimizer.optimizer, group, main, 0, parameter.numel())
         return None
 
 
@@ -249,32 +249,32 @@ class _Main:
 
     def put(self, moments: Mapping[str, Tensor], step: float, device: torch.device | None = None) -> None:
         """Replace the moments; none: as before the first step. `device`: where they are, None = that of the weight."""
-        own = {
+        local = {
             kind: value.to(device or self.main.device).view(self.main.shape).clone() for kind, value in moments.items()
         }
         if self._is_fused:
             self.group["step"] = int(step)
-            for kind, value in own.items():
+            for kind, value in local.items():
                 self.inner.set_scaled_state(self.main, kind, value)
             return
         self.inner.state.pop(self.main, None)
-        if own:  # each weight has its number of steps: Megatron-Core's own format shares one tensor among them
-            self.inner.state[self.main] = {"step": torch.tensor(step), **own}
+        if local:  # each weight has its number of steps: Megatron-Core's own format shares one tensor among them
+            self.inner.state[self.main] = {"step": torch.tensor(step), **local}
 
 
 def step_one_by_one(inner: Any, step: Callable[[], object]) -> None:
     """A step of the optimiser `inner` whose moments are on the device for one weight at a time, else in CPU memory."""
     groups: list[dict[str, Any]] = inner.param_groups
     for group in groups:
-        one = group
+        single = group
         for weight in group["params"]:
-            one = {**group, "params": [weight]}
-            inner.param_groups = [one]
+            single = {**group, "params": [weight]}
+            inner.param_groups = [single]
             _move_moments(inner, weight, weight.device)
             step()
             _move_moments(inner, weight, torch.device("cpu"))
-        if "step" in one:
-            group["step"] = one["step"]
+        if "step" in single:
+            group["step"] = single["step"]
     inner.param_groups = groups
 
 

@@ -222,15 +222,15 @@ class _Layer:
         def one(ours: str, theirs: str, *shape: int, split: int | None = None) -> MappedWeight:
             return self.weight(f"self_attention.{ours}.weight", (f"self_attn.{theirs}.weight", shape), split=split)
 
-        found = [one("linear_q_proj", "q_proj", queries, hidden, split=0)]
+        mapped = [one("linear_q_proj", "q_proj", queries, hidden, split=0)]
         if rank is not None:
-            found = [
+            mapped = [
                 one("linear_q_down_proj", "q_a_proj", rank, hidden, split=split),
                 one("q_layernorm", "q_a_layernorm", rank),
                 one("linear_q_up_proj", "q_b_proj", queries, rank, split=0),
             ]
         return [
-            *found,
+            *mapped,
             one("linear_kv_down_proj", "kv_a_proj_with_mqa", latents + config.qk_rope_head_dim, hidden, split=split),
             one("kv_layernorm", "kv_a_layernorm", latents),
             one("linear_kv_up_proj", "kv_b_proj", keys_and_values, latents, split=0),
@@ -277,9 +277,11 @@ class _Layer:
                 for place, name in enumerate((gate, up))
             )
             last = Part(down, (hidden, size), Inside(f"{inside}experts.down_proj", deep, (expert, 0, 0)))
-            for number, own, split in ((1, parts, 0), (2, (last,), 1)):
+            for number, parts_of_product, split in ((1, parts, 0), (2, (last,), 1)):
                 name = self._ours + "mlp.experts.local_experts.{expert}." + f"linear_fc{number}.weight"
-                result.append(MappedWeight(name=name, parts=own, split=split, layer=self.layer, expert=expert))
+                result.append(
+                    MappedWeight(name=name, parts=parts_of_product, split=split, layer=self.layer, expert=expert)
+                )
         return result
 
 
@@ -369,7 +371,7 @@ def shared_size(config: Any) -> int:
 def num_experts(config: Any) -> int:
     """0 for a model without experts."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return next((int(found) for name in names if (found := getattr(config, name, None))), 0)
+    return next((int(count) for name in names if (count := getattr(config, name, None))), 0)
 
 
 def window_of(config: Any, layer: int) -> int | None:

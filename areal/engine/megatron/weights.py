@@ -45,11 +45,11 @@ class RankWeights:
         """Megatron's name in the whole model -> this rank's part of the weight."""
         for weight in [*self.weights, *self._copies]:
             if self._is_own(weight):
-                self.own[key_of(weight)] = found = self._find(weight, named)
+                self.own[key_of(weight)] = parameter = self._find(weight, named)
                 # norms of gradients count a weight that tensor ranks do not split once
-                found.tensor_model_parallel = weight.split is not None  # pyright: ignore[reportAttributeAccessIssue]
+                parameter.tensor_model_parallel = weight.split is not None  # pyright: ignore[reportAttributeAccessIssue]
                 if weight.expert is not None:  # also where e is 1: their data ranks are not those of other weights
-                    found.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
+                    parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
         mapped = {id(value) for value in self.own.values()}
         trained = [each for chunk in chunks for each in chunk.named_parameters()]
         unmapped = [name for name, value in trained if id(value) not in mapped]
@@ -59,8 +59,8 @@ class RankWeights:
     def of_rank(self, *, with_copies: bool = True) -> Iterator[tuple[MappedWeight, Tensor]]:
         """The weights that this rank has a part of, in the order of the map."""
         for weight in [*self.weights, *(self._copies if with_copies else ())]:
-            if (found := self.own.get(key_of(weight))) is not None:
-                yield weight, found
+            if (parameter := self.own.get(key_of(weight))) is not None:
+                yield weight, parameter
 
     def without(self, name: str) -> "RankWeights":
         """The same without the weight `name`."""
@@ -100,11 +100,11 @@ class RankWeights:
 
     def gathered(self, weight: MappedWeight, local: Tensor) -> list[Tensor]:
         """The parts of a weight of this rank; a collective over its tensor ranks."""
-        group, own = self.tensor_group(weight), weight.divided(local)
+        group, divided = self.tensor_group(weight), weight.divided(local)
         if weight.split is None or group.size() == 1:
-            return own
+            return divided
         whole: list[Tensor] = []
-        for part in own:
+        for part in divided:
             parts = [torch.empty(part.shape, dtype=part.dtype, device=part.device) for _ in range(group.size())]
             dist.all_gather(parts, part.contiguous(), group=group)
             whole.append(torch.cat(parts, weight.split))
@@ -118,11 +118,11 @@ class RankWeights:
     def local_of(self, weight: MappedWeight, parts: Sequence[Tensor]) -> Tensor:
         """This rank's part from the whole parts of the checkpoint."""
         group = self.tensor_group(weight)
-        own = [
+        locals_of_parts = [
             whole[weight.region(part, group.rank(), group.size())]
             for part, whole in zip(weight.parts, parts, strict=True)
         ]
-        return weight.joined(own)
+        return weight.joined(locals_of_parts)
 
     def _is_own(self, weight: MappedWeight) -> bool:
         if weight in self._copies:
@@ -168,13 +168,13 @@ class CheckpointReader:
             raise_missing(self._folder, [name])
             raise AssertionError
         with safe_open(self._places[stored], framework="pt") as opened:
-            found: Any = opened.get_slice(stored)
-            if (has := list(found.get_shape())) != list(shape):
+            stored_part: Any = opened.get_slice(stored)
+            if (has := list(stored_part.get_shape())) != list(shape):
                 text = (
                     f"checkpoint {self._folder}: {stored} has shape {has}, but {list(shape)} according to config.json"
                 )
                 raise InputError(text, code="model.weights_do_not_fit")
-            return found[region]
+            return stored_part[region]
 
     def _stored(self, name: str) -> str | None:
         """The name in the checkpoint, which may be that of the model without its head."""
@@ -183,10 +183,10 @@ class CheckpointReader:
 
 
 @torch.no_grad()
-def read_weights(own: RankWeights, reader: CheckpointReader, put: Put) -> None:
+def read_weights(weights: RankWeights, reader: CheckpointReader, put: Put) -> None:
     """Fill the parameters of this rank from a checkpoint; only its parts are read."""
-    for weight, target in own.of_rank():
-        group = own.tensor_group(weight)
+    for weight, target in weights.of_rank():
+        group = weights.tensor_group(weight)
         parts = [
             reader.part(part.name, part.shape, weight.region(part, group.rank(), group.size())) for part in weight.parts
         ]
@@ -194,28 +194,28 @@ def read_weights(own: RankWeights, reader: CheckpointReader, put: Put) -> None:
 
 
 @torch.no_grad()
-def copy_weights(own: RankWeights, given: Iterable[tuple[str, Tensor]], put: Put) -> None:
+def copy_weights(weights: RankWeights, tensors: Iterable[tuple[str, Tensor]], put: Put) -> None:
     """Fill the parameters of this rank from whole weights by name; other names are ignored.
 
     Raises InputError when a weight is missing or has another shape.
     """
     by_name: dict[str, list[MappedWeight]] = {}
-    for weight, _ in own.of_rank():
+    for weight, _ in weights.of_rank():
         for part in weight.parts:
             by_name.setdefault(part.name, []).append(weight)
     pending: dict[str, dict[str, Tensor]] = {}
-    missing = {key_of(weight) for weight, _ in own.of_rank()}
-    for name, value in given:
+    missing = {key_of(weight) for weight, _ in weights.of_rank()}
+    for name, value in tensors:
         for weight in by_name.get(name, ()):
             shape = next(part.shape for part in weight.parts if part.name == name)
             if tuple(value.shape) != shape:
                 message = f"the given weights: {name} has shape {list(value.shape)}, the model's has {list(shape)}"
                 raise InputError(message, code="model.weights_do_not_fit")
-            found = pending.setdefault(key_of(weight), {})
-            found[name] = value.detach().clone() if len(weight.parts) > 1 else value.detach()
-            if len(found) == len(weight.parts):
-                parts = [found[part.name] for part in weight.parts]
-                put(own.own[key_of(weight)], own.local_of(weight, parts))
+            parts_by_name = pending.setdefault(key_of(weight), {})
+            parts_by_name[name] = value.detach().clone() if len(weight.parts) > 1 else value.detach()
+            if len(parts_by_name) == len(weight.parts):
+                parts = [parts_by_name[part.name] for part in weight.parts]
+                put(weights.own[key_of(weight)], weights.local_of(weight, parts))
                 missing.discard(key_of(weight))
                 del pending[key_of(weight)]
     if missing:
