@@ -28,11 +28,11 @@ class CurriculumRule:
     start: int = 0  # First level.
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> "CurriculumRule":
+    def of(cls, fields: Mapping[str, Any]) -> "CurriculumRule":
         """ConfigError for an option that is unknown or out of range."""
-        if unknown := sorted(set(given) - {"target", "groups", "start"}):
+        if unknown := sorted(set(fields) - {"target", "groups", "start"}):
             raise ConfigError(f"{_KEY}.{unknown[0]} is not known: use target, groups, start", code="config.unknown_key")
-        rule = cls(**{"target": 0.5, **given})
+        rule = cls(**{"target": 0.5, **fields})
         if not 0 < rule.target <= 1 or rule.groups < 1 or rule.start < 0:
             text = "target is above 0 and at most 1, groups at least 1, start at least 0"
             raise ConfigError(f"{_KEY}: {text}", code="workflow.invalid_args")

@@ -41,9 +41,9 @@ class Adapter:
         base = importlib.import_module("nemo_gym.base_resources_server").SimpleResourcesServer
         kind: Any = _server_class(module, base)
         config_class = kind.model_fields["config"].annotation
-        given = {**_written_config(self._folder), **args.get("config", {})}
+        options = {**_written_config(self._folder), **args.get("config", {})}
         name = os.path.basename(self._folder)
-        config = config_class(**{"host": "127.0.0.1", "port": 1, "entrypoint": "app.py", "name": name, **given})
+        config = config_class(**{"host": "127.0.0.1", "port": 1, "entrypoint": "app.py", "name": name, **options})
         # No other server is there: a verifier that asks one, such as a model that scores, fails.
         self.app = kind(config=config, server_client=utils.ServerClient.model_construct()).setup_webserver()
         paths = {getattr(route, "path", "") for route in self.app.routes}
@@ -90,8 +90,8 @@ def _utils():
 
 def _folder(env):
     package = importlib.import_module("resources_servers").__path__
-    found = [os.path.join(folder, env) for folder in package] + [os.path.abspath(env)]
-    for folder in found:
+    candidates = [os.path.join(folder, env) for folder in package] + [os.path.abspath(env)]
+    for folder in candidates:
         if env and os.path.isfile(os.path.join(folder, "app.py")):
             return folder
     raise NoServer(f"workflow_args.env={env!r} is no resources server of nemo-gym and no folder with an app.py")
@@ -114,8 +114,10 @@ def _module(folder):
 
 
 def _server_class(module, base):
-    own = [found for found in vars(module).values() if inspect.isclass(found) and issubclass(found, base)]
-    made_here = [one for one in own if one.__module__ == module.__name__ and not inspect.isabstract(one)]
+    servers = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, base)]
+    made_here = [
+        server for server in servers if server.__module__ == module.__name__ and not inspect.isabstract(server)
+    ]
     if not made_here:
         raise NoServer(f"{module.__file__} has no resources server: no class of SimpleResourcesServer")
     return made_here[-1]
@@ -127,10 +129,12 @@ def _written_config(folder):
     with contextlib.suppress(FileNotFoundError):
         for file in sorted(os.listdir(os.path.join(folder, "configs"))):
             with open(os.path.join(folder, "configs", file), encoding="utf-8") as text:
-                instances = [one for one in (yaml.safe_load(text) or {}).values() if isinstance(one, dict)]
+                instances = [
+                    instance for instance in (yaml.safe_load(text) or {}).values() if isinstance(instance, dict)
+                ]
             for instance in instances:
-                if found := (instance.get("resources_servers") or {}).get(os.path.basename(folder)):
-                    return {name: value for name, value in found.items() if name != "datasets"}
+                if config := (instance.get("resources_servers") or {}).get(os.path.basename(folder)):
+                    return {name: value for name, value in config.items() if name != "datasets"}
     return {}
 
 
@@ -150,10 +154,10 @@ class Episode:
         asked = self._row["responses_create_params"]
         self._tools = [_chat_tool(tool) for tool in asked.get("tools") or ()]
         messages = _chat_messages(asked)
-        found = await self._post("/reset" if self._adapter.steps else "/seed_session", self._row)
-        if self._adapter.steps and found.get("observation"):
-            messages.append({"role": "user", "content": found["observation"]})
-        self._closes = (found.get("info") or {}).get("supports_explicit_close") is True
+        answer = await self._post("/reset" if self._adapter.steps else "/seed_session", self._row)
+        if self._adapter.steps and answer.get("observation"):
+            messages.append({"role": "user", "content": answer["observation"]})
+        self._closes = (answer.get("info") or {}).get("supports_explicit_close") is True
         return {"messages": messages, "tools": self._tools}
 
     async def step(self, message, is_cut):
@@ -172,24 +176,26 @@ class Episode:
         return {"messages": results, "tools": self._tools, "done": False}
 
     async def _stepped(self, new):
-        found = await self._post("/step", self._row | {"response": self._response(new)})
-        done = bool(found.get("terminated") or found.get("truncated"))
-        outputs = (found.get("info") or {}).get("tool_outputs") or ()
-        messages = [{"role": "tool", "tool_call_id": one["call_id"], "content": one["output"]} for one in outputs]
-        if found.get("observation"):
-            messages.append({"role": "user", "content": found["observation"]})
-        reward = float(found.get("reward") or 0.0)
+        answer = await self._post("/step", self._row | {"response": self._response(new)})
+        done = bool(answer.get("terminated") or answer.get("truncated"))
+        outputs = (answer.get("info") or {}).get("tool_outputs") or ()
+        messages = [
+            {"role": "tool", "tool_call_id": output["call_id"], "content": output["output"]} for output in outputs
+        ]
+        if answer.get("observation"):
+            messages.append({"role": "user", "content": answer["observation"]})
+        reward = float(answer.get("reward") or 0.0)
         return {"messages": messages, "tools": self._tools, "reward": reward, "done": done}
 
     async def verify(self):
         """The reward of the dialogue so far; None if the server says that it is no valid measurement."""
         if self._adapter.steps:  # a dialogue that ends early has the rewards of its steps
             return {"messages": [], "done": True}
-        found = await self._post("/verify", self._row | {"response": self._response(self._output)})
-        parts = {name: float(value) for name, value in (found.get("reward_components") or {}).items()}
-        if found.get("mask_sample"):
+        answer = await self._post("/verify", self._row | {"response": self._response(self._output)})
+        parts = {name: float(value) for name, value in (answer.get("reward_components") or {}).items()}
+        if answer.get("mask_sample"):
             return {"messages": [], "done": True, "reward": None, "parts": {"mask_sample": 1.0, **parts}}
-        return {"messages": [], "done": True, "rewards": [float(found["reward"])], "parts": parts}
+        return {"messages": [], "done": True, "rewards": [float(answer["reward"])], "parts": parts}
 
     async def _post(self, path, body):
         answer = await self._client.post(path, json=body)
@@ -249,9 +255,9 @@ def _chat_tool(tool):
 
 def _chat_messages(asked):
     """The messages of a row, from its input in the form of the Responses API."""
-    given = asked.get("input") or []
+    written = asked.get("input") or []
     messages = [{"role": "system", "content": asked["instructions"]}] if asked.get("instructions") else []
-    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
+    for item in [{"role": "user", "content": written}] if isinstance(written, str) else written:
         kind = item.get("type") or "message"
         if kind == "message":
             role = "system" if item["role"] == "developer" else item["role"]

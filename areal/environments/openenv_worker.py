@@ -127,8 +127,8 @@ def _read_json(address):
 
 def code_of(error):
     """The code of a server's error in the text of the client's one; empty = none."""
-    found = _CODE.search(str(error))
-    return found[1] if found else ""
+    match = _CODE.search(str(error))
+    return match[1] if match else ""
 
 
 def _is_closed(error):

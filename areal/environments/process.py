@@ -78,10 +78,10 @@ class _Live(CallingWorker):
         started = (await asyncio.shield(self.ready))["result"]  # others wait for it too
         return result_of({"result": started.get("facts"), **started})
 
-    async def call(self, name: str, given: Mapping[str, Any], *, episode: str | None, limit_s: float) -> Any:
+    async def call(self, name: str, arguments: Mapping[str, Any], *, episode: str | None, limit_s: float) -> Any:
         text = f"{name} exceeded its limit of {limit_s:g} s"
         try:
-            answer, is_late = await self.ask({"call": name, "given": given, "episode": episode}, limit_s)
+            answer, is_late = await self.ask({"call": name, "arguments": arguments, "episode": episode}, limit_s)
         except TimeoutError:
             raise _timed_out(f"{text} and blocked its process") from None
         if is_late and answer.get("error", {}).get("code") == "env.timeout":
@@ -126,14 +126,14 @@ class EnvironmentWorker:
         async with self._places:
             yield
 
-    async def call(self, name: str, given: Mapping[str, Any], *, episode: str | None = None, limit_s: float) -> Any:
+    async def call(self, name: str, arguments: Mapping[str, Any], *, episode: str | None = None, limit_s: float) -> Any:
         """The result of a method of the adapter, or of an episode, which its first call opens. Raises
         EnvironmentFailed: `env.server_died` when the process ended, `env.timeout`, or the error of the adapter."""
         live = self._started() if episode is None else self._episodes.get(episode) or self._started()
         if episode is not None:
             self._episodes[episode] = live  # an episode that has lost its worker does not continue in the next one
         await live.facts()
-        return await live.call(name, given, episode=episode, limit_s=limit_s)
+        return await live.call(name, arguments, episode=episode, limit_s=limit_s)
 
     async def close_episode(self, episode: str, *, limit_s: float) -> None:
         """End an episode in the worker. One that has ended or does not answer is no error here."""

@@ -63,7 +63,7 @@ class ReasoningGymWorkflow(EnvironmentWorkflow):
         episode = EPISODE_ID.get()
         level = self._curriculum.begin(episode, env, top)
         group = await super().arun_episode(engine, data | {"level": level})
-        if rewards := [one.reward for one in group.trajectories]:
+        if rewards := [trajectory.reward for trajectory in group.trajectories]:
             rate = sum(reward >= 1 for reward in rewards) / len(rewards)
             self._curriculum.end(episode, env, level, rate, top)
         group.stats[f"level/{env}"] = level

@@ -106,7 +106,11 @@ class Adapter:
             kind = self._loaders.env_config_type(name, self._config.get("id", ""))
         except Exception as error:
             raise _cannot_load(name, error) from error
-        roles = [role for role, found in kind.model_fields.items() if isinstance(found.default, self._vf.AgentConfig)]
+        roles = [
+            role
+            for role, model_field in kind.model_fields.items()
+            if isinstance(model_field.default, self._vf.AgentConfig)
+        ]
         agents = {role: self._agent(role) for role in roles}
         policies = [role for role, agent in agents.items() if not agent.get("client")]
         if len(policies) != 1:
@@ -115,8 +119,8 @@ class Adapter:
         return self._loaders.resolve_env_config({**self._config, **agents, "taskset": taskset, "retries": {}})
 
     def _agent(self, role):
-        given = {"runtime": {"type": "subprocess"}, **(self._config.get(role) or {})}
-        return {**given, "harness": {"id": _HARNESS}, "retries": {}}
+        options = {"runtime": {"type": "subprocess"}, **(self._config.get(role) or {})}
+        return {**options, "harness": {"id": _HARNESS}, "retries": {}}
 
 
 class Opened:
@@ -217,7 +221,7 @@ def _result(episode):
             f"the policy played {len(trained)} times in one episode: only environments of one are supported"
         )
     (trace,) = trained
-    rewards = {name: found.value for name, found in trace.rewards.items() if found is not None}
+    rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
     metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
     return {"status": "ok", "reward": float(trace.reward), "parts": {**metrics, **rewards}}
 
@@ -251,7 +255,7 @@ def _harness_module():
             else:
                 first += [launch.message_to_wire(message) for message in prompt or ()]
             servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
-            given = argparse.Namespace(
+            options = argparse.Namespace(
                 bash=False, edit=False, search=False, api_key=secret, tool_interception_url=tool_interception_url
             )
             try:
@@ -259,7 +263,7 @@ def _harness_module():
                     connecting = program.connect_mcp({"mcpServers": servers}, stack, set())
                     tools, dispatch, opened = await asyncio.wait_for(connecting, _MCP_LIMIT_S)
                     compactor = program.Compactor(client, ctx.model, tools, False, None)
-                    await program.run_chat_loop(given, compactor, first, dispatch, opened, http)
+                    await program.run_chat_loop(options, compactor, first, dispatch, opened, http)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - what ends a program
                 code = error.code if isinstance(error, SystemExit) else 1
                 return result(exit_code=code, stdout="", stderr=traceback.format_exc())

@@ -2,7 +2,7 @@
 
     PYTHON worker.py ADAPTER_FILE ENV ARGS_JSON      the channel is standard input; messages are lines of JSON
 
-A message has `id`, `call`, `given` and perhaps `episode`; the answer has the same `id`, and `result` or `error`. A
+A message has `id`, `call`, `arguments` and perhaps `episode`; the answer has the same `id`, and `result` or `error`. A
 message with `cancel` ends the call of that id. The end of the channel ends this process and all that it has started.
 """
 
@@ -46,8 +46,8 @@ def _method(target, name):
     return getattr(target, name)
 
 
-async def _called(target, name, given):
-    result = _method(target, name)(**given)
+async def _called(target, name, arguments):
+    result = _method(target, name)(**arguments)
     return await result if inspect.isawaitable(result) else result
 
 
@@ -57,8 +57,8 @@ class Here:
     def __init__(self, adapter):
         self._episode = adapter.episode()
 
-    async def call(self, name, given):
-        return await _called(self._episode, name, given)
+    async def call(self, name, arguments):
+        return await _called(self._episode, name, arguments)
 
     async def close(self):
         if hasattr(self._episode, "close"):
@@ -82,11 +82,11 @@ class Forked:
         self._socket = ours
         self._streams = None
 
-    async def call(self, name, given):
+    async def call(self, name, arguments):
         if self._streams is None:
             self._streams = await asyncio.open_connection(sock=self._socket, limit=_LINE_BYTES)
         reader, writer = self._streams
-        writer.write(json.dumps([name, given]).encode() + b"\n")
+        writer.write(json.dumps([name, arguments]).encode() + b"\n")
         try:
             line = await reader.readline()
         except asyncio.CancelledError:
@@ -121,9 +121,9 @@ def _serve_child(adapter, channel):
     episode = adapter.episode()
     with channel, channel.makefile("rb") as lines:
         for line in lines:
-            name, given = json.loads(line)
+            name, arguments = json.loads(line)
             try:
-                answer = {"result": _method(episode, name)(**given)}
+                answer = {"result": _method(episode, name)(**arguments)}
             except Exception as error:  # noqa: BLE001 - code of others
                 traceback.print_exc()
                 answer = _error(error, "")
@@ -177,7 +177,7 @@ class Server:
     async def _answer(self, message):
         answer = {"id": message["id"]}
         try:
-            result = await self._result(message["call"], message["given"], message.get("episode"))
+            result = await self._result(message["call"], message["arguments"], message.get("episode"))
             answer |= result if isinstance(result, _Answer) else {"result": result}
         except asyncio.CancelledError:
             answer = _cancelled(message["id"])
@@ -190,9 +190,9 @@ class Server:
         except (TypeError, ValueError) as error:  # a result that JSON cannot represent
             self._send({"id": message["id"], **_error(error, "")})
 
-    async def _result(self, name, given, key):
+    async def _result(self, name, arguments, key):
         if key is None:
-            return await _called(self._adapter, name, given)
+            return await _called(self._adapter, name, arguments)
         if name == "close":
             if (episode := self._episodes.pop(key, None)) is not None:
                 await episode.close()
@@ -200,7 +200,7 @@ class Server:
         if key not in self._episodes:
             forks = getattr(self._module, "FORKS", False)
             self._episodes[key] = Forked(self._adapter, self._channel) if forks else Here(self._adapter)
-        return await self._episodes[key].call(name, given)
+        return await self._episodes[key].call(name, arguments)
 
 
 def _end_with(channel):

@@ -136,29 +136,29 @@ class EnvironmentWorkflow(SessionWorkflow):
         self, key: str, seats: list[Seat], row: dict[str, Any], new_seat: Callable[[int], Seat]
     ) -> Mapping[str, Any]:
         """Play until the environment or the budget of a session ends it. Returns the last answer of the environment."""
-        found = await self.worker.call("reset", {"row": row}, episode=key, limit_s=self.timeout_s)
+        state = await self.worker.call("reset", {"row": row}, episode=key, limit_s=self.timeout_s)
         for _ in range(MAX_TURNS):
-            player = found.get("player", 0)
+            player = state.get("player", 0)
             while len(seats) <= player:
                 seats.append(new_seat(len(seats)))
             seat = seats[player]
-            seat.messages += found["messages"]
+            seat.messages += state["messages"]
             try:
-                answer = await _answered(seat, found.get("tools", ()))
+                answer = await _answered(seat, state.get("tools", ()))
             except TurnRefused as refused:
                 if refused.code not in BUDGET_CODES:
                     raise
                 return {}
             message = answer_message(answer)
             seat.messages.append(message)
-            given = {"message": message, "is_cut": answer.finish_reason == "length"}
-            found = await self.worker.call("step", given, episode=key, limit_s=self.timeout_s)
-            if found.get("reward"):
-                seat.turns[answer.turn_id] = float(found["reward"])
-            for other, reward in zip(seats, found.get("rewards", ()), strict=False):
+            action = {"message": message, "is_cut": answer.finish_reason == "length"}
+            state = await self.worker.call("step", action, episode=key, limit_s=self.timeout_s)
+            if state.get("reward"):
+                seat.turns[answer.turn_id] = float(state["reward"])
+            for other, reward in zip(seats, state.get("rewards", ()), strict=False):
                 other.total = float(reward)
-            if found["done"]:
-                return found
+            if state["done"]:
+                return state
         return {}
 
     def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -218,14 +218,14 @@ class VerifiersWorkflow(EnvironmentWorkflow):
     ) -> Sequence[AgentOutcome]:
         entry = seats[0].entry
         session = {"base_url": f"{self._services.base_url}/v1", "key": entry.key}
-        given, key = {"row": row, "session": session}, entry.session.session_id
+        arguments, key = {"row": row, "session": session}, entry.session.session_id
         try:
-            found = await self.worker.call("run", given, episode=key, limit_s=self._config.timeout_s)
+            outcome = await self.worker.call("run", arguments, episode=key, limit_s=self._config.timeout_s)
         finally:  # which kills a worker that a task blocks
             await self.worker.close_episode(key, limit_s=_CLOSE_LIMIT_S)
         refused = entry.session.counts.refused
         refusal = next((code for code in sorted(BUDGET_CODES) if refused[code]), "")
-        return [AgentOutcome(**found, refusal="" if found["status"] == "ok" else refusal)]
+        return [AgentOutcome(**outcome, refusal="" if outcome["status"] == "ok" else refusal)]
 
     async def _tried_row(self, worker: EnvironmentWorker, key: str, row: dict[str, Any]) -> None:
         await worker.call("check", {"row": row}, limit_s=self.timeout_s)

@@ -78,7 +78,7 @@ class Evaluation:
             for row in range(len(rows))
             for sample in range(samples[mode])
         }
-        self.done = {key: found for key, found in read_samples(file).items() if key in self._all}
+        self.done = {key: sample for key, sample in read_samples(file).items() if key in self._all}
         self.num_before = len(self.done)
         self.num_failed = 0
 

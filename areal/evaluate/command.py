@@ -50,14 +50,14 @@ def run_eval(words: Sequence[str]) -> int:
     parser = _parser("eval", f"{_OPTIONS} [-k 1,4] [--json]", "Evaluate a model on held-out rows, without training.")
     parser.add_argument("-k", type=parsed_ks, default=[], metavar="1,4", help="the k of pass@k; default: powers of two")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    given = parser.parse_intermixed_args(words)
-    config = evaluation_config(_requested(given), scores=True)
-    if status := _make_answers(config, fresh=given.fresh, dry_run=given.dry_run):
+    args = parser.parse_intermixed_args(words)
+    config = evaluation_config(_requested(args), scores=True)
+    if status := _make_answers(config, fresh=args.fresh, dry_run=args.dry_run):
         return status
-    if given.dry_run:
+    if args.dry_run:
         return 0
-    report = _report(config, given.k)
-    sys.stdout.write(json.dumps(report.as_json(), indent=1) + "\n" if given.json else table(report))
+    report = _report(config, args.k)
+    sys.stdout.write(json.dumps(report.as_json(), indent=1) + "\n" if args.json else table(report))
     return int(0 < report.num_failed == report.num_answers)
 
 
@@ -66,14 +66,14 @@ def run_generate(words: Sequence[str]) -> int:
     parser = _parser("generate", f"{_OPTIONS} -o OUT.jsonl [--json]", "Generate answers to rows, without scores.")
     parser.add_argument("-o", dest="output", type=Path, required=True, metavar="OUT", help="file to write, JSONL")
     parser.add_argument("--json", action="store_true", help="print the numbers of answers as JSON")
-    given = parser.parse_intermixed_args(words)
-    config = evaluation_config(_requested(given), scores=False)
-    if status := _make_answers(config, fresh=given.fresh, dry_run=given.dry_run):
+    args = parser.parse_intermixed_args(words)
+    config = evaluation_config(_requested(args), scores=False)
+    if status := _make_answers(config, fresh=args.fresh, dry_run=args.dry_run):
         return status
-    if not given.dry_run:
-        shutil.copyfile(RunPaths.of(config).answers, given.output)
-        facts = {"output": str(given.output), "answers": len(read_samples(given.output))}
-        sys.stdout.write(f"{json.dumps(facts)}\n" if given.json else f"{facts['answers']} answers: {given.output}\n")
+    if not args.dry_run:
+        shutil.copyfile(RunPaths.of(config).answers, args.output)
+        facts = {"output": str(args.output), "answers": len(read_samples(args.output))}
+        sys.stdout.write(f"{json.dumps(facts)}\n" if args.json else f"{facts['answers']} answers: {args.output}\n")
     return 0
 
 
@@ -95,8 +95,8 @@ def _parser(name: str, usage: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _requested(given: argparse.Namespace) -> Requested:
-    return Requested(**{one.name: getattr(given, one.name) for one in dataclasses.fields(Requested)})
+def _requested(args: argparse.Namespace) -> Requested:
+    return Requested(**{option.name: getattr(args, option.name) for option in dataclasses.fields(Requested)})
 
 
 def answered_samples(requested: Requested) -> list[Sample]:
@@ -154,16 +154,16 @@ def run_score(words: Sequence[str]) -> int:
     parser.add_argument("-k", type=parsed_ks, default=[], metavar="1,4", help="the k of pass@k; default: powers of two")
     parser.add_argument("-o", dest="output", type=Path, metavar="OUT", help="write each answer with its score, JSONL")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    given = parser.parse_intermixed_args(words)
-    config = load_settings(given.files, given.overrides)
-    samples = read_generations(given.file, given.column)
+    args = parser.parse_intermixed_args(words)
+    config = load_settings(args.files, args.overrides)
+    samples = read_generations(args.file, args.column)
     has_tokenizer = config.tokenizer_path or config.actor.path != "none"
     tokenizer = tokenizer_of(config, config.actor.path) if has_tokenizer else None
     scored = asyncio.run(score(samples, config, answer_function(config), tokenizer))
-    if given.output is not None:
-        write_samples(given.output, scored)
-    report = make_report(scored, correct_reward=config.evaluator.correct_reward, ks=given.k)
-    sys.stdout.write(json.dumps(report.as_json(), indent=1) + "\n" if given.json else table(report))
+    if args.output is not None:
+        write_samples(args.output, scored)
+    report = make_report(scored, correct_reward=config.evaluator.correct_reward, ks=args.k)
+    sys.stdout.write(json.dumps(report.as_json(), indent=1) + "\n" if args.json else table(report))
     return 0
 
 
@@ -173,7 +173,7 @@ async def score(
     """The samples with rewards; a row that cannot be scored gets the error. Without a tokenizer the reward functions
     get no token ids. Raises the last error when the first rows all fail."""
     scorer = Scorer(config.reward_fn, config.reward)
-    found: list[Sample] = []
+    scored: list[Sample] = []
     num_failed = 0
     rows = iter(list(rows_of(samples)))
 
@@ -181,13 +181,13 @@ async def score(
         nonlocal num_failed
         for row in rows:
             try:
-                found.extend(await _score_row(scorer, row, answer_of, tokenizer, config.reward.source_key))
+                scored.extend(await _score_row(scorer, row, answer_of, tokenizer, config.reward.source_key))
             except (InputError, RewardError) as error:
                 num_failed += 1
-                if num_failed >= MAX_FIRST_FAILURES and len(found) == 0:
+                if num_failed >= MAX_FIRST_FAILURES and len(scored) == 0:
                     raise
                 failures.append(error)
-                failed.extend(dataclasses.replace(one, error=f"{error} [{error.code}]") for one in row)
+                failed.extend(dataclasses.replace(sample, error=f"{error} [{error.code}]") for sample in row)
 
     failures: list[ArealError] = []
     failed: list[Sample] = []
@@ -200,9 +200,9 @@ async def score(
         raise errors.exceptions[0] from None
     finally:
         await scorer.aclose()
-    if not found:
+    if not scored:
         raise failures[-1]
-    return found + failed
+    return scored + failed
 
 
 async def _score_row(
@@ -211,17 +211,18 @@ async def _score_row(
     first = row[0]
     prompt_ids = [] if tokenizer is None else tokenizer.encode(first.prompt, add_special_tokens=False)
     answers = [
-        (one.output, [] if tokenizer is None else tokenizer.encode(one.output, add_special_tokens=False)) for one in row
+        (sample.output, [] if tokenizer is None else tokenizer.encode(sample.output, add_special_tokens=False))
+        for sample in row
     ]
     scores = await scorer.score(first.prompt, prompt_ids, answers, first.data)
     return [
         dataclasses.replace(
-            one,
-            source=one.source or source_of(one.data, source_key),
-            reward=found.reward,
-            answer=answer_of(one.output),
-            metrics={f"reward/{name}": value for name, value in found.metrics.items()},
+            sample,
+            source=sample.source or source_of(sample.data, source_key),
+            reward=score.reward,
+            answer=answer_of(sample.output),
+            metrics={f"reward/{name}": value for name, value in score.metrics.items()},
             error="",
         )
-        for one, found in zip(row, scores, strict=True)
+        for sample, score in zip(row, scores, strict=True)
     ]

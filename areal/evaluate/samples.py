@@ -121,7 +121,7 @@ def _parsed(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _sample(fields: dict[str, Any], place: str) -> Sample:
-    names = {one.name for one in dataclasses.fields(Sample)} - {"key"}
+    names = {option.name for option in dataclasses.fields(Sample)} - {"key"}
     try:
         key = SampleKey(fields.pop("mode"), fields.pop("set"), fields.pop("row"), fields.pop("sample"))
         return Sample(key=key, **{name: value for name, value in fields.items() if name in names})
@@ -141,8 +141,8 @@ def _row_of(fields: dict[str, Any], output_column: str, number: int, rows: dict[
 
 
 def _outputs(fields: dict[str, Any], name: str, place: str) -> Sequence[str]:
-    given = fields.get(name)
-    outputs = [given] if isinstance(given, str) else given
+    value = fields.get(name)
+    outputs = [value] if isinstance(value, str) else value
     if not isinstance(outputs, list) or not outputs or not all(isinstance(output, str) for output in outputs):
         message = f"{place} has no text in {name!r}, only the columns {sorted(fields)}: name it with --column NAME"
         raise InputError(message, code="evaluate.no_output_column")
@@ -208,11 +208,11 @@ class Report:
 
     @property
     def num_failed(self) -> int:
-        return sum(one.failed for one in self.results if not one.source)
+        return sum(result.failed for result in self.results if not result.source)
 
     @property
     def num_answers(self) -> int:
-        return self.num_failed + sum(one.samples for one in self.results if not one.source)
+        return self.num_failed + sum(result.samples for result in self.results if not result.source)
 
 
 def make_report(
@@ -225,7 +225,7 @@ def make_report(
     groups: dict[tuple[str, str, str], list[list[Sample]]] = {}
     first_error = ""
     for row in rows_of(samples):
-        first_error = first_error or next((one.error for one in row if one.error), "")
+        first_error = first_error or next((sample.error for sample in row if sample.error), "")
         mode, set_name, source = *row[0].key[:2], row[0].source
         groups.setdefault((mode, set_name, ""), []).append(row)
         if source:
@@ -244,20 +244,20 @@ def _result(
     missing_reward: str,
 ) -> SetResult:
     num_samples, counts_zero = max(map(len, rows)), missing_reward == "zero"
-    scored = [one for row in rows for one in row if one.reward is not None and not one.error]
-    missing = [one for row in rows for one in row if one.error]
+    scored = [sample for row in rows for sample in row if sample.reward is not None and not sample.error]
+    missing = [sample for row in rows for sample in row if sample.error]
     graded = [
         [
-            Graded(reward=0.0 if one.error else one.reward or 0.0, answer=one.answer)
-            for one in row
-            if (counts_zero and one.by_agent if one.error else one.reward is not None)
+            Graded(reward=0.0 if sample.error else sample.reward or 0.0, answer=sample.answer)
+            for sample in row
+            if (counts_zero and sample.by_agent if sample.error else sample.reward is not None)
         ]
         for row in rows
     ]
-    refused = missing_reward == "refuse" or (counts_zero and not all(one.by_agent for one in missing))
+    refused = missing_reward == "refuse" or (counts_zero and not all(sample.by_agent for sample in missing))
     used = [k for k in ks if k <= num_samples]
-    numbers = [{"tokens": one.num_tokens, "finished": float(one.finished), **one.metrics} for one in scored]
-    names = dict.fromkeys(name for found in numbers for name in found)
+    numbers = [{"tokens": sample.num_tokens, "finished": float(sample.finished), **sample.metrics} for sample in scored]
+    names = dict.fromkeys(name for row in numbers for name in row)
     return SetResult(
         mode=mode,
         set=set_name,
@@ -268,16 +268,16 @@ def _result(
         metrics={}
         if missing and refused
         else answer_metrics(graded, num_samples=num_samples, correct_reward=correct_reward, ks=used),
-        means={name: fmean(found[name] for found in numbers if name in found) for name in names},
+        means={name: fmean(row[name] for row in numbers if name in row) for name in names},
     )
 
 
 def table(report: Report) -> str:
     """A table for each mode, with a line for each set and source. A metric is shown with its standard error. The last
     lines point out one sampled answer a row, and answers that failed."""
-    modes = dict.fromkeys(one.mode for one in report.results)
-    text = "\n".join(_table(mode, [one for one in report.results if one.mode == mode]) for mode in modes)
-    if any(one.mode == "sampled" and one.samples + one.failed == one.rows for one in report.results):
+    modes = dict.fromkeys(result.mode for result in report.results)
+    text = "\n".join(_table(mode, [result for result in report.results if result.mode == mode]) for mode in modes)
+    if any(result.mode == "sampled" and result.samples + result.failed == result.rows for result in report.results):
         text += "one answer a row: two such evaluations of one model differ by up to 1.4 times this error (-n 8)\n"
     if report.num_failed:
         counts = f"{report.num_failed} of {report.num_answers} answers have no reward (evaluator.missing_reward)"
@@ -286,17 +286,17 @@ def table(report: Report) -> str:
 
 
 def _table(mode: str, results: Sequence[SetResult]) -> str:
-    names = list(dict.fromkeys(name for one in results for name in one.metrics))
-    means = ["tokens", "finished", *(name for name in _OF_AGENTS if any(name in one.means for one in results))]
+    names = list(dict.fromkeys(name for result in results for name in result.metrics))
+    means = ["tokens", "finished", *(name for name in _OF_AGENTS if any(name in result.means for result in results))]
     lines = [[mode, "rows", "failed", *names, *means]]
-    for one in results:
+    for result in results:
         lines.append(
             [
-                f"  {one.source}" if one.source else one.set,
-                str(one.rows),
-                str(one.failed),
-                *(_estimate_text(one.metrics.get(name)) for name in names),
-                *(f"{one.means[name]:.4g}" if name in one.means else "-" for name in means),
+                f"  {result.source}" if result.source else result.set,
+                str(result.rows),
+                str(result.failed),
+                *(_estimate_text(result.metrics.get(name)) for name in names),
+                *(f"{result.means[name]:.4g}" if name in result.means else "-" for name in means),
             ]
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
@@ -304,7 +304,7 @@ def _table(mode: str, results: Sequence[SetResult]) -> str:
     return "\n".join(text) + "\n"
 
 
-def _estimate_text(found: Estimate | None) -> str:
-    if found is None:
+def _estimate_text(estimate: Estimate | None) -> str:
+    if estimate is None:
         return "-"
-    return f"{found.mean:.4f}" + ("" if found.stderr is None else f" ±{found.stderr:.4f}")
+    return f"{estimate.mean:.4f}" + ("" if estimate.stderr is None else f" ±{estimate.stderr:.4f}")

@@ -129,12 +129,12 @@ def _model(requested: Requested) -> tuple[str, list[str]]:
             message = f"--step {requested.step} chooses an export of a run, and {requested.model!r} is no run folder"
             raise ConfigError(message, code="evaluate.no_export")
         return requested.model, []
-    found = {path.name: path for path in sorted(paths.checkpoints.glob("*/step-*")) if path.parent.name in _POLICIES}
-    wanted = max(found, default="") if requested.step is None else f"step-{requested.step:06d}"
-    if wanted not in found:
-        message = f"{paths.root} has no export {wanted or 'of its policy'}, only: {', '.join(found) or 'none'}"
+    exports = {path.name: path for path in sorted(paths.checkpoints.glob("*/step-*")) if path.parent.name in _POLICIES}
+    wanted = max(exports, default="") if requested.step is None else f"step-{requested.step:06d}"
+    if wanted not in exports:
+        message = f"{paths.root} has no export {wanted or 'of its policy'}, only: {', '.join(exports) or 'none'}"
         raise InputError(message, code="evaluate.no_export")
-    return str(found[wanted]), [str(paths.config)]
+    return str(exports[wanted]), [str(paths.config)]
 
 
 def _serving_the_actor(config: PPOConfig) -> PPOConfig:
@@ -142,11 +142,11 @@ def _serving_the_actor(config: PPOConfig) -> PPOConfig:
     backend = backend_named(config.server_backend)
     if backend.model(config) == config.actor.path:
         return config
-    given: Any = getattr(config, backend.name)
-    if isinstance(given, dict):
-        kept: Any = {name: value for name, value in given.items() if name not in (backend.model_key, "model")}
+    options: Any = getattr(config, backend.name)
+    if isinstance(options, dict):
+        kept: Any = {name: value for name, value in options.items() if name not in (backend.model_key, "model")}
     else:
-        kept = replace(given, **{backend.model_key: config.actor.path})
+        kept = replace(options, **{backend.model_key: config.actor.path})
     return replace(config, **{backend.name: kept})
 
 
@@ -195,8 +195,8 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list | tuple):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _texts(one)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
 def _fingerprint(config: PPOConfig) -> str:
@@ -205,10 +205,15 @@ def _fingerprint(config: PPOConfig) -> str:
     kept = {name: tree[name] for name in _DECIDES}
     kept["actor"] = {"path": str(Path(config.actor.path).absolute()), "server": config.server_backend}
     sets = held_out_sets(config)
-    functions = [config.workflow, config.reward_fn, config.evaluator.answer_fn, *(one.map_fn for one in sets.values())]
+    functions = [
+        config.workflow,
+        config.reward_fn,
+        config.evaluator.answer_fn,
+        *(part.map_fn for part in sets.values()),
+    ]
     functions += [name for _, fns in config.reward.tables() for name in fns]
     words = list(_texts(config.workflow_args))  # the code of an agent: path.py:run, or a file in a command
-    paths = [path for one in sets.values() for path in one.paths]
+    paths = [path for part in sets.values() for path in part.paths]
     named = [*(str(file) for path in paths for file in dataset_files(path)), config.chat_template.path, *words]
     functions += filter(is_row_function, paths)
     named += [name.rpartition(":")[0] for name in (*functions, *words)]

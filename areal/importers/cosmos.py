@@ -57,8 +57,8 @@ def _rates(draft: Draft, section: str) -> None:
 
 def _schedule(draft: Draft, section: str) -> None:
     key, ratio = "train.optm_decay_type", draft.get("train.optm_decay_ratio")
-    given = draft.get(key, "none")
-    kind = "constant" if given == "none" or ratio == 0 else given
+    schedule = draft.get(key, "none")
+    kind = "constant" if schedule == "none" or ratio == 0 else schedule
     if kind in ("linear", "cosine", "constant"):
         draft.set(f"{section}.lr_scheduler_type", kind, "cosmos-rl: optm_decay_type", key)
     draft.lack("schedules are constant, linear and cosine", key)
@@ -237,10 +237,10 @@ def _logging(draft: Draft) -> None:
     names = draft.listed("logging.logger")
     if unknown := {*map(str, names)} - {"console", "wandb", "tensorboard"}:
         draft.lack(f"there is no tracker {', '.join(sorted(unknown))}", "logging.logger")
-    own = [] if unknown else ["logging.logger"]
+    keys = [] if unknown else ["logging.logger"]
     for name, option, value in (("wandb", "wandb.mode", "online"), ("tensorboard", "tensorboard.path", TENSORBOARD)):
         if name in names:
-            draft.set(f"stats_logger.{option}", value, "cosmos-rl: logging.logger", *own)
+            draft.set(f"stats_logger.{option}", value, "cosmos-rl: logging.logger", *keys)
     draft.keep("logging.group_name", "stats_logger.wandb.group")
     draft.drop("metrics.jsonl and the status line always exist", "logging.*")
 
@@ -356,11 +356,11 @@ def take_rewards(draft: Draft) -> None:
 
 def _functions(draft: Draft) -> None:
     key = f"{POLICY}.reward_function"
-    given: Any = draft.get(key)
+    names: Any = draft.get(key)
     values = [name for name in draft.values if name == key or name.startswith(f"{key}.")]
     weights = {name.removeprefix(f"{key}."): draft.values[name] for name in values if name != key}
-    if given is not None:
-        weights |= dict.fromkeys(map(str, given if isinstance(given, list) else [given]), 1.0)
+    if names is not None:
+        weights |= dict.fromkeys(map(str, names if isinstance(names, list) else [names]), 1.0)
     _overlong(draft, draft.number(f"{key}.overlong", 1.0) if weights.pop("overlong", None) is not None else 0.0)
     used = [name for name in values if name.removeprefix(f"{key}.") in (*_FUNCTIONS, "overlong")]
     if weights.keys() <= _FUNCTIONS.keys():
@@ -397,23 +397,23 @@ def _overlong(draft: Draft, weight: float) -> None:
 
 def _teacher(draft: Draft) -> bool:
     """Whether there is one: the advantage of a token is its log-ratio of teacher and policy."""
-    own = "distillation"
-    if not draft.get(f"{own}.enable", False):
-        draft.drop("there is no teacher", f"{own}.*")
+    section = "distillation"
+    if not draft.get(f"{section}.enable", False):
+        draft.drop("there is no teacher", f"{section}.*")
         return False
-    draft.keep(f"{own}.model_name_or_path", "teacher.path")
-    draft.keep(f"{own}.kl_penalty_coef", "teacher.advantage_coef")
-    draft.set("teacher.rl_weight", 0.0, "cosmos-rl: enable, rewards are bypassed", f"{own}.enable")
-    if draft.get(f"{own}.param_dtype") in ("bfloat16", "float32"):
-        draft.keep(f"{own}.param_dtype", "teacher.dtype")
-    draft.lack("teacher: the log-ratio of the sampled tokens alone", f"{own}.top_k")
-    draft.lack("the teacher scores answers, not prompts", f"{own}.include_prompt")
-    draft.lack("the log-ratio of a token is not summed with later ones", f"{own}.kl_discount_factor")
-    if draft.number(f"{own}.top_k", 0) == 0:
-        draft.drop("top_k is 0", f"{own}.jsd_beta")
-    draft.lack("there is no Jensen-Shannon divergence", f"{own}.jsd_beta", off=())
-    draft.lack("data types are bfloat16 and float32", f"{own}.param_dtype")
-    draft.drop("the teacher is loaded and divided like the actor", f"{own}.*")
+    draft.keep(f"{section}.model_name_or_path", "teacher.path")
+    draft.keep(f"{section}.kl_penalty_coef", "teacher.advantage_coef")
+    draft.set("teacher.rl_weight", 0.0, "cosmos-rl: enable, rewards are bypassed", f"{section}.enable")
+    if draft.get(f"{section}.param_dtype") in ("bfloat16", "float32"):
+        draft.keep(f"{section}.param_dtype", "teacher.dtype")
+    draft.lack("teacher: the log-ratio of the sampled tokens alone", f"{section}.top_k")
+    draft.lack("the teacher scores answers, not prompts", f"{section}.include_prompt")
+    draft.lack("the log-ratio of a token is not summed with later ones", f"{section}.kl_discount_factor")
+    if draft.number(f"{section}.top_k", 0) == 0:
+        draft.drop("top_k is 0", f"{section}.jsd_beta")
+    draft.lack("there is no Jensen-Shannon divergence", f"{section}.jsd_beta", off=())
+    draft.lack("data types are bfloat16 and float32", f"{section}.param_dtype")
+    draft.drop("the teacher is loaded and divided like the actor", f"{section}.*")
     draft.defaults({"teacher.path": "Qwen/Qwen2.5-VL-7B-Instruct"})
     return True
 
@@ -540,8 +540,8 @@ def _staleness(draft: Draft) -> None:
     draft.drop("allowed_outdated_steps decides", f"{_T}.on_policy")
     if draft.get(f"{_T}.use_decoupled_loss", False):
         draft.keep(f"{_T}.behav_imp_weight_cap", "actor.behav_imp_weight_cap")
-    elif draft.get(own := f"{_T}.use_rollout_logprobs_for_loss", False):
-        draft.set("actor.recompute_logprob", False, "cosmos-rl: use_rollout_logprobs_for_loss", own)
+    elif draft.get(key := f"{_T}.use_rollout_logprobs_for_loss", False):
+        draft.set("actor.recompute_logprob", False, "cosmos-rl: use_rollout_logprobs_for_loss", key)
     else:
         draft.set("actor.recompute_logprob", True, "cosmos-rl: the old policy is the trainer's without decoupled loss")
     draft.drop("the loss is not decoupled", f"{_T}.behav_imp_weight_cap")
@@ -606,8 +606,8 @@ def _loss(draft: Draft) -> None:
     variant, is_gspo = f"{_T}.variant", draft.get(f"{_T}.variant") == "gspo"
     if draft.get(variant, "grpo") not in ("grpo", "dapo", "gspo"):
         draft.lack("choose actor.policy_loss (docs/algorithms.md)", variant, off=())
-    own = [variant] if variant not in draft.notes else []
-    draft.set("actor.policy_loss", "gspo" if is_gspo else "ppo", "cosmos-rl: variant", *own)
+    keys = [variant] if variant not in draft.notes else []
+    draft.set("actor.policy_loss", "gspo" if is_gspo else "ppo", "cosmos-rl: variant", *keys)
     if is_gspo:
         for option, value in (("advantage", "token"), ("max_log_ratio", 10.0)):
             draft.set(f"actor.sequence_level.{option}", value, "cosmos-rl: its form of GSPO", variant)
@@ -689,37 +689,37 @@ def _turns(draft: Draft) -> None:
 
 def _evaluation(draft: Draft) -> None:
     """Evaluations of cosmos-rl are greedy unless they have a temperature and a top_k, which is 1 by default."""
-    own = "validation"
+    section = "validation"
     if "valid_dataset.path" not in draft.options:
-        draft.lack("set valid_dataset", f"{own}.*", off=(None,))
+        draft.lack("set valid_dataset", f"{section}.*", off=(None,))
         return
-    top_k = draft.whole(f"{own}.top_k", 1, least=-1)
-    if draft.number(f"{own}.temperature", 0) and top_k != 1:
+    top_k = draft.whole(f"{section}.top_k", 1, least=-1)
+    if draft.number(f"{section}.temperature", 0) and top_k != 1:
         draft.set("evaluator.modes", ["sampled"], "cosmos-rl: validation.temperature is above 0, top_k is not 1")
         for name in ("temperature", "top_p"):
-            draft.keep(f"{own}.{name}", f"eval_gconfig.{name}")
+            draft.keep(f"{section}.{name}", f"eval_gconfig.{name}")
         if "gconfig.top_p" in draft.options and "eval_gconfig.top_p" not in draft.options:
             draft.set("eval_gconfig.top_p", draft.options["gconfig.top_p"].value, "cosmos-rl: top_p of training")
         if top_k > 1:
-            draft.keep(f"{own}.top_k", "eval_gconfig.top_k")
-        draft.drop("all tokens, as here", f"{own}.top_k")
-        draft.keep(f"{own}.n_generation", "evaluator.n_samples")
+            draft.keep(f"{section}.top_k", "eval_gconfig.top_k")
+        draft.drop("all tokens, as here", f"{section}.top_k")
+        draft.keep(f"{section}.n_generation", "evaluator.n_samples")
     else:
         why = "cosmos-rl: validation.temperature is 0, or top_k is 1"
-        draft.set("evaluator.modes", ["greedy"], why, f"{own}.temperature")
-        draft.drop("evaluations are greedy", *(f"{own}.{name}" for name in ("top_p", "top_k", "n_generation")))
-    draft.keep(f"{own}.repetition_penalty", "eval_gconfig.repetition_penalty")
-    key, length = f"{own}.max_response_length", int(draft.options["gconfig.max_new_tokens"].value)
+        draft.set("evaluator.modes", ["greedy"], why, f"{section}.temperature")
+        draft.drop("evaluations are greedy", *(f"{section}.{name}" for name in ("top_p", "top_k", "n_generation")))
+    draft.keep(f"{section}.repetition_penalty", "eval_gconfig.repetition_penalty")
+    key, length = f"{section}.max_response_length", int(draft.options["gconfig.max_new_tokens"].value)
     has_own = any(option.startswith("eval_gconfig.") for option in draft.options) or draft.get(key) is not None
     if has_own or "gconfig.repetition_penalty" in draft.options:
         draft.set("eval_gconfig.max_new_tokens", draft.whole(key, length), "cosmos-rl: max_response_length", key)
         longest = draft.options["gconfig.max_tokens"]
         draft.set("eval_gconfig.max_tokens", longest.value, longest.origin)
     draft.drop("that of training", key)
-    draft.drop("answers are evaluated as servers have room", f"{own}.batch_size")
-    if draft.get(f"{own}.reward_function") in (None, draft.get(f"{_T}.reward_function")):
-        draft.drop("that of training", f"{own}.reward_function")
-    draft.lack("evaluations have the reward function of training", f"{own}.reward_function*")
+    draft.drop("answers are evaluated as servers have room", f"{section}.batch_size")
+    if draft.get(f"{section}.reward_function") in (None, draft.get(f"{_T}.reward_function")):
+        draft.drop("that of training", f"{section}.reward_function")
+    draft.lack("evaluations have the reward function of training", f"{section}.reward_function*")
 
 
 def _columns(draft: Draft) -> None:

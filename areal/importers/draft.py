@@ -35,14 +35,14 @@ class Option:
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value. Lists and empty mappings are values."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value:
-            found |= flat(cast("dict[str, Any]", value), f"{key}.")
+            values |= flat(cast("dict[str, Any]", value), f"{key}.")
         else:
-            found[key] = value
-    return found
+            values[key] = value
+    return values
 
 
 @dataclass
@@ -61,20 +61,20 @@ class Draft:
         """A number of at least `least`. Raises ConfigError for another value, which may be a variable of a shell."""
         value = self.get(key, default)
         try:
-            found = float("nan") if isinstance(value, bool) else float(value)
+            number = float("nan") if isinstance(value, bool) else float(value)
         except (TypeError, ValueError):
-            found = float("nan")
-        if not (isfinite(found) and found >= least):
+            number = float("nan")
+        if not (isfinite(number) and number >= least):
             message = f"{key}: {value!r} is no number of at least {least}: give {key}=NUMBER after the file"
-            raise ConfigError(message, code="config.wrong_type" if isnan(found) else "config.out_of_range")
-        return found
+            raise ConfigError(message, code="config.wrong_type" if isnan(number) else "config.out_of_range")
+        return number
 
     def whole(self, key: str, default: int, *, least: int = 1) -> int:
-        found = self.number(key, default, least=least)
-        if found != int(found):
-            message = f"{key}: {found} is no whole number: give {key}=NUMBER after the file"
+        number = self.number(key, default, least=least)
+        if number != int(number):
+            message = f"{key}: {number} is no whole number: give {key}=NUMBER after the file"
             raise ConfigError(message, code="config.wrong_type")
-        return int(found)
+        return int(number)
 
     def listed(self, key: str, default: Sequence[Any] = ()) -> list[Any]:
         value = self.get(key, default)
@@ -104,8 +104,10 @@ class Draft:
         self.options[option] = Option(value, why, keys)
         for key in keys:
             if key in self.values:
-                found = [(path, one.value) for path, one in self.options.items() if key in one.keys]
-                self.notes[key] = Note("computed", ", ".join(f"{path}={public(value, path)}" for path, value in found))
+                computed = [(path, option.value) for path, option in self.options.items() if key in option.keys]
+                self.notes[key] = Note(
+                    "computed", ", ".join(f"{path}={public(value, path)}" for path, value in computed)
+                )
 
     def defaults(self, values: Mapping[str, Any]) -> None:
         """Defaults of the source that differ from ours, by option: for the options that no key has set."""
@@ -187,7 +189,11 @@ class Draft:
             self.notes[key] = Note(fate, why)
 
     def _matching(self, patterns: Sequence[str]) -> list[str]:
-        return [key for key in self.values if key not in self.notes and any(fnmatchcase(key, one) for one in patterns)]
+        return [
+            key
+            for key in self.values
+            if key not in self.notes and any(fnmatchcase(key, pattern) for pattern in patterns)
+        ]
 
 
 def minibatches(batch: int, size: int) -> int:
@@ -275,8 +281,8 @@ def set_devices(
         draft.lack(f"it does not divide the {data} data ranks and those of a model", *keys_of_experts, off=(1,))
         sizes = replace(sizes, ep=1, etp=1)
     servers = f"{server}:{ParallelDims(dp=replicas, tp=server_size)}+" if replicas else ""
-    own = (key for key in keys if key not in draft.notes)
-    draft.set("allocation_mode", f"{servers}{trainer.backend}:{sizes}", why, *own)
+    unread = (key for key in keys if key not in draft.notes)
+    draft.set("allocation_mode", f"{servers}{trainer.backend}:{sizes}", why, *unread)
     needed = replicas * server_size + sizes.world_size
     keys_of_nodes = ("trainer.nnodes", "num_nodes")
     if needed > nodes * per_node:

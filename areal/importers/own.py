@@ -117,15 +117,17 @@ def take_new_keys(draft: Draft) -> None:
 
 
 def _of_models(patterns: tuple[str, ...]) -> list[str]:
-    return [one.replace("MODEL", role) for one in patterns for role in (_MODELS if "MODEL" in one else ("",))]
+    return [
+        pattern.replace("MODEL", role) for pattern in patterns for role in (_MODELS if "MODEL" in pattern else ("",))
+    ]
 
 
 def _fp8(draft: Draft, role: str) -> None:
     """FP8 of Megatron-Core, a section with defaults of its own, and of Archon."""
     section, option = f"{role}.megatron.fp8_config", f"{role}.megatron"
     if any(key.startswith(f"{section}.") for key in draft.values):
-        for name, own in (("mode", "fp8"), ("recipe", "fp8_recipe"), ("param", "ddp.fp8_param_gather")):
-            draft.keep(f"{section}.{name}", f"{option}.{own}")
+        for name, option_of_areal in (("mode", "fp8"), ("recipe", "fp8_recipe"), ("param", "ddp.fp8_param_gather")):
+            draft.keep(f"{section}.{name}", f"{option}.{option_of_areal}")
         draft.defaults({f"{option}.fp8": "e4m3"})
         same = [f"{section}.{name}" for name, value in _FP8_DEFAULTS.items() if draft.get(f"{section}.{name}") == value]
         draft.drop("as here, or without effect alone", *same)
@@ -246,7 +248,7 @@ def from_areal(tree: Mapping[str, Any]) -> Draft:
     old = _without(tree, draft.notes)
     reading = read(kind, old, allow_unknown_top_level=True)
     problems = {problem.path: problem.message for problem in reading.problems}
-    found = flat(asdict(reading.config)) if reading.config is not None else {}
+    options = flat(asdict(reading.config)) if reading.config is not None else {}
     if isinstance(reading.config, PPOConfig) and reading.config.server_backend in FOREIGN:
         draft.set("server_defaults", "areal", "AReaL gives these flags to servers where a file has none")
     if "total_train_epochs" not in tree and tree.get("total_train_steps") is not None:
@@ -266,14 +268,14 @@ def from_areal(tree: Mapping[str, Any]) -> Draft:
                 "rejection_sampling": "actor.rollout_correction",
                 "sapo": "actor.policy_loss",
             }.get(rule.action, f"{section}.{rule.path}" if section else rule.path)
-            for name in [name for name in found if f"{name}.".startswith(f"{path}.")]:
-                draft.set(name, found[name], f"AReaL: {key}", key)
+            for name in [name for name in options if f"{name}.".startswith(f"{path}.")]:
+                draft.set(name, options[name], f"AReaL: {key}", key)
             draft.drop("no effect with its value", key)
         elif rule.action == "copy":
             draft.drop(f"a copy of {rule.path}", key)
         else:
             draft.drop(_WITHOUT_EFFECT.get(rule.action) or rule.why or "no effect here", key)
-    _take_rest(draft, kind, found)
+    _take_rest(draft, kind, options)
     _take_script(draft)
     if issubclass(kind, PPOConfig):
         _lack_reward(draft)
@@ -305,30 +307,30 @@ def _restore_names(draft: Draft, source: Mapping[str, Any]) -> None:
         draft.options[path] = replace(option, origin=origin, keys=tuple(map(named, option.keys)))
 
 
-def _take_rest(draft: Draft, kind: type[Any], found: Mapping[str, Any]) -> None:
+def _take_rest(draft: Draft, kind: type[Any], options: Mapping[str, Any]) -> None:
     """The options that keys of other names decide: adapters, switches of offloading, resources.
 
     `found`: the configuration of the source, which the result must equal.
     """
     config = read(kind, nested({path: option.value for path, option in draft.options.items()})).config
-    mine = flat(asdict(config)) if config is not None else found
+    mine = flat(asdict(config)) if config is not None else options
     kept = {key for key, note in draft.notes.items() if note.fate == "kept"}
-    open_to_change = found.keys() - (draft.options.keys() - kept)
-    for path in [path for path in found if path in open_to_change and mine.get(path) != found[path]]:
+    open_to_change = options.keys() - (draft.options.keys() - kept)
+    for path in [path for path in options if path in open_to_change and mine.get(path) != options[path]]:
         keys = [key for key in draft.values if _decides(kind, key, path)]
         section, _, name = path.rpartition(".")
         is_named = name == "rank" or any(_LORA.get(key.rpartition(".")[2]) == name for key in keys)
-        if section.endswith(".lora") and not is_named and found[path] == getattr(LoRAConfig(), name):
+        if section.endswith(".lora") and not is_named and options[path] == getattr(LoRAConfig(), name):
             continue
-        draft.set(path, found[path], f"AReaL: {', '.join(keys) or 'other keys'}", *keys)
+        draft.set(path, options[path], f"AReaL: {', '.join(keys) or 'other keys'}", *keys)
 
 
 def _decides(kind: type[Any], key: str, path: str) -> bool:
     rule, section = _rule(kind, key), key.rpartition(".")[0]
     match rule.action if rule is not None else "":
         case "lora":
-            own = _LORA.get(key.rpartition(".")[2], "")
-            return path == f"{section}.lora.{own}" if own else path.startswith(f"{section}.lora.")
+            option_name = _LORA.get(key.rpartition(".")[2], "")
+            return path == f"{section}.lora.{option_name}" if option_name else path.startswith(f"{section}.lora.")
         case "scheduling" | "scheduler":
             return path.startswith("launcher.")
         case "turn_on":

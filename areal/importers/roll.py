@@ -207,10 +207,10 @@ def _take_agentic_norm(draft: Draft) -> None:
 def _take_norm(draft: Draft) -> None:
     """How rewards are normalised: by reward_norm in older files, by norm_mean_type and norm_std_type in newer ones."""
     whole, is_shift = draft.get("reward_norm"), bool(draft.get("reward_shift", False))
-    given = {"norm_mean_type": whole, "norm_std_type": None if is_shift else whole}
-    mean, std = (level if (level := draft.get(key, other)) in _LEVELS else None for key, other in given.items())
+    levels = {"norm_mean_type": whole, "norm_std_type": None if is_shift else whole}
+    mean, std = (level if (level := draft.get(key, other)) in _LEVELS else None for key, other in levels.items())
     norm = {"mean_level": mean, "std_level": std} if mean or std else None
-    keys = [key for key in (*given, "reward_norm") if draft.get(key) in (None, *_LEVELS)]
+    keys = [key for key in (*levels, "reward_norm") if draft.get(key) in (None, *_LEVELS)]
     keys += ["reward_shift"] if is_shift and whole in _LEVELS else []
     draft.set("actor.reward_norm", norm, "ROLL: reward_norm, reward_shift, norm_mean_type, norm_std_type", *keys)
     draft.lack("levels are batch and group", "norm_*_type", "reward_norm", off=())
@@ -300,18 +300,18 @@ def _lengths(draft: Draft) -> tuple[int, int]:
 
     An agentic file limits each turn by max_new_tokens, the RLVR pipeline ignores that key.
     """
-    prompt, own = draft.whole("prompt_length", 1024), "actor_infer.generating_args.max_new_tokens"
-    answer = draft.whole("response_length" if draft.get("response_length") is not None else own, 1024)
+    prompt, limit = draft.whole("prompt_length", 1024), "actor_infer.generating_args.max_new_tokens"
+    answer = draft.whole("response_length" if draft.get("response_length") is not None else limit, 1024)
     longest = draft.whole("sequence_length", prompt + answer)
     why = "ROLL: sequence_length, else prompt_length + response_length"
     draft.set("gconfig.max_tokens", longest, why, "sequence_length")
     if is_agentic(draft.values):
-        draft.set("gconfig.max_new_tokens", min(draft.whole(own, 8192), longest), "ROLL: max_new_tokens", own)
+        draft.set("gconfig.max_new_tokens", min(draft.whole(limit, 8192), longest), "ROLL: max_new_tokens", limit)
     elif draft.get("response_length") == longest - prompt:
         draft.keep("response_length", "gconfig.max_new_tokens")
     else:
         draft.set("gconfig.max_new_tokens", max(1, longest - prompt), "ROLL: sequence_length - prompt_length")
-    draft.drop("the other limits of tokens decide", "response_length", own)
+    draft.drop("the other limits of tokens decide", "response_length", limit)
     return prompt, longest
 
 
@@ -465,19 +465,18 @@ def _batches(draft: Draft) -> None:
 
 
 def _devices_of(draft: Draft, role: str) -> set[int]:
-    given = draft.get(f"{role}.device_mapping", [0])
-    if isinstance(given, list):
-        return {int(place) for place in given if isinstance(place, int)} or {0}
-    ranges = [(int(first or 0), int(end)) for first, end in re.findall(r"range\((?:(\d+),)?\s*(\d+)\)", str(given))]
-    found = {place for first, end in ranges for place in range(first, min(end, first + _MAX_GPUS))}
-    if re.fullmatch(r"\[[\d,\s]+\]", str(given)):
-        found = set(map(int, re.findall(r"\d+", str(given))))
-    if not found:
-        message = (
-            f"{role}.device_mapping: {given!r} is no list of GPUs: give {role}.device_mapping=[0,1,...] after the file"
-        )
+    mapping = draft.get(f"{role}.device_mapping", [0])
+    if isinstance(mapping, list):
+        return {int(place) for place in mapping if isinstance(place, int)} or {0}
+    ranges = [(int(first or 0), int(end)) for first, end in re.findall(r"range\((?:(\d+),)?\s*(\d+)\)", str(mapping))]
+    places = {place for first, end in ranges for place in range(first, min(end, first + _MAX_GPUS))}
+    if re.fullmatch(r"\[[\d,\s]+\]", str(mapping)):
+        places = set(map(int, re.findall(r"\d+", str(mapping))))
+    if not places:
+        key = f"{role}.device_mapping"
+        message = f"{key}: {mapping!r} is no list of GPUs: give {key}=[0,1,...] after the file"
         raise ConfigError(message, code="config.wrong_type")
-    return found
+    return places
 
 
 def _ranks(draft: Draft, role: str) -> int:
@@ -579,8 +578,8 @@ def _columns(draft: Draft, role: str, section: str) -> None:
     if any(key.startswith("rewards.math_rule.") for key in draft.values) and "answer" not in columns.values():
         columns["ground_truth"] = "answer"
     if columns:
-        own = (key for key in keys if names.get(key) in columns)
-        draft.set(f"{section}.columns", columns, f"ROLL: {role}.data_args", *own)
+        used = (key for key in keys if names.get(key) in columns)
+        draft.set(f"{section}.columns", columns, f"ROLL: {role}.data_args", *used)
     draft.drop("a column that is read as it is", *keys)
 
 

@@ -35,12 +35,12 @@ def yaml_text(draft: Draft, source: str) -> str:
 
 
 def _lines(tree: dict[str, Any], indent: str) -> Iterator[str]:
-    for name, found in tree.items():
-        if isinstance(found, Option):
-            yield f"{indent}{name}: {_scalar(found.value)}  # {found.origin}"
+    for name, entry in tree.items():
+        if isinstance(entry, Option):
+            yield f"{indent}{name}: {_scalar(entry.value)}  # {entry.origin}"
         else:
             yield f"{indent}{name}:"
-            yield from _lines(found, f"{indent}  ")
+            yield from _lines(entry, f"{indent}  ")
 
 
 def _scalar(value: Any) -> str:
@@ -99,26 +99,26 @@ def composed(tree: Tree, path: Path, read: Callable[[Path], Tree], *, above: tup
     chosen = _chosen(cast("list[Any]", entries))
     if "_self_" not in chosen:
         chosen["_self_"] = ""
-    found: Tree = {}
+    result: Tree = {}
     lost: Tree = {}
     for group, name in chosen.items():
         if group == "_self_":
-            found = _merged(found, tree)
+            result = _merged(result, tree)
             continue
         base, _, package = group.partition("@")
         file = _file(above[0].parent, path.parent, base, name)
         if file is None:
             lost[group.replace("../", "").replace(".", "/")] = name
             continue
-        if file.resolve() in [one.resolve() for one in above]:
+        if file.resolve() in [parent.resolve() for parent in above]:
             raise ConfigError(f"{path}: its defaults include {file}, which includes it", code="config.unreadable_file")
         part = composed(read(file), file, read, above=above)
         deeper = part.pop("defaults", {})
         lost |= deeper if isinstance(deeper, dict) else {base: deeper}
         header = _HEADER.match(file.read_text(encoding="utf-8"))
         where = package or (header[1] if header else base.replace("/", ".") if name and ".." not in base else "")
-        found = _merged(found, _at("" if where in ("_global_", "_here_", "_group_") else where, part))
-    return found | ({"defaults": lost} if lost else {})
+        result = _merged(result, _at("" if where in ("_global_", "_here_", "_group_") else where, part))
+    return result | ({"defaults": lost} if lost else {})
 
 
 def _chosen(entries: list[Any]) -> dict[str, str]:
@@ -139,8 +139,8 @@ def _chosen(entries: list[Any]) -> dict[str, str]:
 
 def _file(root: Path, near: Path, base: str, name: str) -> Path | None:
     relative = f"{base}/{name}" if name else base
-    found = [folder / f"{relative.removesuffix('.yaml')}.yaml" for folder in (near, root)]
-    return next(filter(Path.is_file, found), None)
+    candidates = [folder / f"{relative.removesuffix('.yaml')}.yaml" for folder in (near, root)]
+    return next(filter(Path.is_file, candidates), None)
 
 
 def _at(package: str, tree: Tree) -> Tree:
@@ -191,11 +191,11 @@ class _Reader:
         """All words but assignments, which are carried out. `in_list`: only those before the end of a list."""
         while self._skip_to_word(in_list=in_list):
             words = self._word()
-            found = None if in_list or not words else _ASSIGNMENT.fullmatch(words[0])
-            if found is None or found[1] == _KEY_WITHOUT_DOT:
+            match = None if in_list or not words else _ASSIGNMENT.fullmatch(words[0])
+            if match is None or match[1] == _KEY_WITHOUT_DOT:
                 yield from words
                 continue
-            name, adds, value = found.groups()
+            name, adds, value = match.groups()
             if not value and self._next() == "(":
                 self._place += 1
                 values = list(self.words(in_list=True))
@@ -273,8 +273,8 @@ class _Reader:
         if name is not None:
             self._place = name.end()
         text = name[0] if name is not None else self._balanced("{", "}")
-        found = _VARIABLE.fullmatch(text)
-        return [f"${text}"] if found is None else self._values(found[1], found[2])
+        match = _VARIABLE.fullmatch(text)
+        return [f"${text}"] if match is None else self._values(match[1], match[2])
 
     def _values(self, name: str, default: str | None) -> list[str]:
         values = self._variables.get(name, [])
@@ -284,8 +284,8 @@ class _Reader:
             return [" ".join(_Reader(default, self._variables).words(in_list=True))]
         return values or [f"${name}"]
 
-    def _first_value(self, found: re.Match[str]) -> str:
-        return self._values(found[1], None)[0]
+    def _first_value(self, match: re.Match[str]) -> str:
+        return self._values(match[1], None)[0]
 
     def _balanced(self, opening: str, closing: str) -> str:
         start, depth = self._place, 0
@@ -298,11 +298,11 @@ class _Reader:
 
     def _until(self, end: str) -> str:
         start = self._place
-        found = self._text.find(end, start)
-        if found < 0 and end != "\n":
+        end_place = self._text.find(end, start)
+        if end_place < 0 and end != "\n":
             raise ValueError(f"a quote {end} is not closed")
-        self._place = len(self._text) if found < 0 else found + 1
-        return self._text[start : self._place - (found >= 0)]
+        self._place = len(self._text) if end_place < 0 else end_place + 1
+        return self._text[start : self._place - (end_place >= 0)]
 
     def _escaped(self) -> str:
         self._place += 1

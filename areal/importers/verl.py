@@ -122,10 +122,10 @@ def take_teacher(draft: Draft) -> None:
         draft.drop("there is no teacher", f"{_TEACHER}.*")
         return
     paths = [key for key in draft.values if key.startswith(f"{_TEACHER}.") and key.endswith(".model_path")]
-    given = [key for key in paths if draft.get(key)]
-    if len(given) == 1:
-        draft.keep(given[0], "teacher.path")
-    draft.lack("there is one teacher", *given, off=())
+    teachers = [key for key in paths if draft.get(key)]
+    if len(teachers) == 1:
+        draft.keep(teachers[0], "teacher.path")
+    draft.lack("there is one teacher", *teachers, off=())
     loss = f"{_TEACHER}.distillation_loss"
     keys = (f"{loss}.use_task_rewards", f"{loss}.use_policy_loss")
     with_rewards = all(draft.get(key, True) for key in keys)
@@ -148,20 +148,20 @@ def take_teacher(draft: Draft) -> None:
 
 
 def take_adapters(draft: Draft) -> None:
-    own = f"{MODEL}.lora"
+    section = f"{MODEL}.lora"
     if draft.whole(f"{MODEL}.lora_rank", 0, least=0) > 0:
         for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules"):
             draft.keep(f"{MODEL}.{name}", f"actor.lora.{name.removeprefix('lora_')}")
         draft.keep(f"{MODEL}.lora_adapter_path", "actor.lora.path")
-    elif draft.whole(f"{own}.rank", 0, least=0) > 0:
+    elif draft.whole(f"{section}.rank", 0, least=0) > 0:
         for name in ("rank", "alpha", "dropout"):
-            draft.keep(f"{own}.{name}", f"actor.lora.{name}")
+            draft.keep(f"{section}.{name}", f"actor.lora.{name}")
         draft.defaults({"actor.lora.alpha": 32})
-        draft.keep(f"{own}.adapter_path", "actor.lora.path")
+        draft.keep(f"{section}.adapter_path", "actor.lora.path")
         why = "names of modules of Megatron-Core: give actor.lora.target_modules"
-        draft.lack(why, f"{own}.target_modules", f"{own}.exclude_modules")
-        draft.drop("adapters have their defaults", f"{own}.*")
-    sections = (f"{MODEL}.lora_*", f"{own}.*", f"{MODEL}.target_modules", f"{MODEL}.exclude_modules")
+        draft.lack(why, f"{section}.target_modules", f"{section}.exclude_modules")
+        draft.drop("adapters have their defaults", f"{section}.*")
+    sections = (f"{MODEL}.lora_*", f"{section}.*", f"{MODEL}.target_modules", f"{MODEL}.exclude_modules")
     draft.drop("there are no adapters", *sections)
     draft.lack("a critic has no adapters", "critic.model.lora_rank", "critic.model.lora.rank")
     draft.drop("a critic has no adapters", "critic.model.lora*", "critic.model.*_modules")
@@ -171,15 +171,15 @@ def take_offload(draft: Draft) -> None:
     """Targets of the states of the actor (2026), which replace param_offload and optimizer_offload."""
     is_fsdp = "+fsdp:" in draft.options["allocation_mode"].value
     for engine in ("fsdp_config", "megatron", *OTHER_ENGINES):
-        own = f"{ACTOR}.{engine}"
+        section = f"{ACTOR}.{engine}"
         options = {"param": "fsdp.offload_params", "optimizer": "fsdp.offload_optimizer"}
         options = options if is_fsdp else {"optimizer": "megatron.offload_optimizer"}
         for name, option in options.items():
             if engine in OTHER_ENGINES:
-                draft.keep(f"{own}.{name}_offload", f"actor.{option}")
-            if draft.get(key := f"{own}.offload.{name}.target") == "cpu":
+                draft.keep(f"{section}.{name}_offload", f"actor.{option}")
+            if draft.get(key := f"{section}.offload.{name}.target") == "cpu":
                 draft.set(f"actor.{option}", True, f"verl: {engine}.offload", key)
-        draft.lack("states are on the GPU or the CPU: actor.fsdp", f"{own}.offload.*.target", off=("none", None))
+        draft.lack("states are on the GPU or the CPU: actor.fsdp", f"{section}.offload.*.target", off=("none", None))
     draft.drop("nothing is on a disk", f"{ACTOR}.*.offload.disk.*")
     draft.drop("the reference and the critic have the options of the actor", "*.ref.*.offload.*", "critic.*.offload.*")
     for engine in OTHER_ENGINES:
@@ -210,10 +210,10 @@ def drop_newest(draft: Draft) -> None:
     draft.lack("a group waits for all of its answers", f"{ROLLOUT}.over_sample_rate")
     draft.lack("log-probabilities are those of the sampled distribution", f"{ROLLOUT}.logprobs_mode",
                off=("processed_logprobs", None))  # fmt: skip
-    own = ("seed", "full_determinism", "scheduling_policy", "multi_stage_wake_up", "skip_tokenizer_init",
+    unused = ("seed", "full_determinism", "scheduling_policy", "multi_stage_wake_up", "skip_tokenizer_init",
            "use_preprocessed_multimodal_input", "layer_name_map.*", "nnodes", "n_gpus_per_node",
            "cudagraph_capture_sizes", "skip.*")  # fmt: skip
-    draft.drop("servers and seed decide it", *(f"{ROLLOUT}.{name}" for name in own))
+    draft.drop("servers and seed decide it", *(f"{ROLLOUT}.{name}" for name in unused))
     draft.keep(f"{MODEL}.tokenizer_path", "tokenizer_path")
     draft.lack("chat_template.path: a file", f"{MODEL}.custom_chat_template")
     draft.lack("the model's folder has its configuration", f"{MODEL}.hf_config_path")

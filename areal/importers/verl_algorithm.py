@@ -43,27 +43,29 @@ def take_sampling(draft: Draft) -> None:
     draft.drop("there are no tools", f"{ROLLOUT}.multi_turn.*", f"{ROLLOUT}.agent.*")
 
 
-def _take_evaluation(draft: Draft, own: str) -> None:
+def _take_evaluation(draft: Draft, section: str) -> None:
     if not validates(draft):
-        draft.drop(NO_EVALUATION, f"{own}.*")
+        draft.drop(NO_EVALUATION, f"{section}.*")
         return
     # asynchronous rollouts, the default of newer versions, do not read do_sample; a temperature of 0 is greedy
-    may_sample = draft.get(f"{own}.do_sample", False) or draft.get(f"{ROLLOUT}.mode", "async") == "async"
-    sampled = bool(may_sample) and draft.number(f"{own}.temperature", 0) > 0
+    may_sample = draft.get(f"{section}.do_sample", False) or draft.get(f"{ROLLOUT}.mode", "async") == "async"
+    sampled = bool(may_sample) and draft.number(f"{section}.temperature", 0) > 0
     why = "verl: rollout.val_kwargs.do_sample, temperature"
-    draft.set("evaluator.modes", ["sampled" if sampled else "greedy"], why, f"{own}.do_sample")
+    draft.set("evaluator.modes", ["sampled" if sampled else "greedy"], why, f"{section}.do_sample")
     if sampled:
-        draft.keep(f"{own}.n", "evaluator.n_samples")
+        draft.keep(f"{section}.n", "evaluator.n_samples")
         for name in ("temperature", "top_p"):
-            draft.keep(f"{own}.{name}", f"eval_gconfig.{name}")
-        if draft.whole(f"{own}.top_k", -1, least=-1) > 0:
-            draft.keep(f"{own}.top_k", "eval_gconfig.top_k")
+            draft.keep(f"{section}.{name}", f"eval_gconfig.{name}")
+        if draft.whole(f"{section}.top_k", -1, least=-1) > 0:
+            draft.keep(f"{section}.top_k", "eval_gconfig.top_k")
         if any(option.startswith("eval_gconfig.") for option in draft.options):
             for name in ("max_new_tokens", "max_tokens"):
-                found = draft.options[f"gconfig.{name}"]
-                draft.set(f"eval_gconfig.{name}", found.value, found.origin)
+                followed = draft.options[f"gconfig.{name}"]
+                draft.set(f"eval_gconfig.{name}", followed.value, followed.origin)
     names = ("temperature", "top_p", "top_k", "n")
-    draft.drop("all tokens, as here" if sampled else "no effect on greedy evaluation", *(f"{own}.{n}" for n in names))
+    draft.drop(
+        "all tokens, as here" if sampled else "no effect on greedy evaluation", *(f"{section}.{n}" for n in names)
+    )
 
 
 def take_servers(draft: Draft) -> None:
@@ -105,10 +107,10 @@ def take_servers(draft: Draft) -> None:
 
 def is_megatron(draft: Draft) -> bool:
     """Whether Megatron-Core trains: adapters need FSDP here."""
-    own = str(draft.get(_STRATEGY, draft.get("model_engine", "")))
+    engine_name = str(draft.get(_STRATEGY, draft.get("model_engine", "")))
     has_sizes = any(key.startswith(_MEGATRON) and key.endswith("parallel_size") for key in draft.values)
     has_adapters = any(draft.whole(f"{MODEL}.{key}", 0, least=0) for key in ("lora_rank", "lora.rank"))
-    return (own == "megatron" or (not own and has_sizes)) and not has_adapters
+    return (engine_name == "megatron" or (not engine_name and has_sizes)) and not has_adapters
 
 
 def _trainer(draft: Draft) -> tuple[Trainer, list[str]]:
@@ -122,9 +124,9 @@ def _trainer(draft: Draft) -> tuple[Trainer, list[str]]:
         return trainer, keys
     keys = [f"{ACTOR}.{name}ulysses_sequence_parallel_size" for name in ("", "fsdp_config.")]
     contexts, tensors, experts = list(keys), [], []
-    for own in (f"{ACTOR}.{engine}." for engine in OTHER_ENGINES):
-        contexts += [f"{own}{name}_parallel_size" for name in ("ulysses", "context")]
-        tensors, experts = [*tensors, f"{own}tensor_parallel_size"], [*experts, f"{own}expert_parallel_size"]
+    for prefix in (f"{ACTOR}.{engine}." for engine in OTHER_ENGINES):
+        contexts += [f"{prefix}{name}_parallel_size" for name in ("ulysses", "context")]
+        tensors, experts = [*tensors, f"{prefix}tensor_parallel_size"], [*experts, f"{prefix}expert_parallel_size"]
     context, tensor, expert = (max(draft.whole(key, 1) for key in names) for names in (contexts, tensors, experts))
     sizes = ParallelDims(cp=context, tp=tensor, ep=expert)
     return Trainer(sizes=sizes), [_STRATEGY, *contexts, *tensors, *experts]
@@ -321,10 +323,10 @@ def take_kl(draft: Draft) -> None:
 
 
 def _take_estimator(draft: Draft, key: str, default: str, option: str) -> None:
-    given = str(draft.get(key, default))
-    plain = given.removesuffix("+") if option == "actor.kl_loss_estimator" else given
+    estimator = str(draft.get(key, default))
+    plain = estimator.removesuffix("+") if option == "actor.kl_loss_estimator" else estimator
     if plain in KL_ESTIMATORS:
-        draft.set(option, KL_ESTIMATORS[plain] + given[len(plain) :], f"verl: {key.rpartition('.')[2]}", key)
+        draft.set(option, KL_ESTIMATORS[plain] + estimator[len(plain) :], f"verl: {key.rpartition('.')[2]}", key)
     draft.lack(f"give {option}; full needs actor.kl_top_k", key, off=())
 
 
@@ -457,5 +459,5 @@ def _rule(name: str, bounds: list[float]) -> dict[str, Any] | None:
 def _bounds(value: Any) -> list[float]:
     """One number, or the two of `lower_upper`; none for other texts."""
     text = str(value)
-    found = re.fullmatch(rf"({_NUMBER})(?:_({_NUMBER}))?", text)
-    return [] if found is None else [float(one) for one in found.groups() if one is not None and float(one) > 0]
+    match = re.fullmatch(rf"({_NUMBER})(?:_({_NUMBER}))?", text)
+    return [] if match is None else [float(bound) for bound in match.groups() if bound is not None and float(bound) > 0]

@@ -44,8 +44,8 @@ def with_attached_servers(config: BaseExperimentConfig, environ: Mapping[str, st
     """The configuration with the addresses in the environment. ConfigError when they cannot be used."""
     if not isinstance(config, PPOConfig):
         return config
-    if given := [part.strip() for part in environ.get(ADDRESSES_VARIABLE, "").split(",") if part.strip()]:
-        config = _with_addresses(config, given)
+    if addresses := [part.strip() for part in environ.get(ADDRESSES_VARIABLE, "").split(",") if part.strip()]:
+        config = _with_addresses(config, addresses)
     far = [url for url in map(server_url, config.rollout.server_addrs) if not is_loopback(urlsplit(url).hostname or "")]
     if far and not run_token(environ):
         message = f"rollout.server_addrs: {far[0]} is not on this machine: set {TOKEN_VARIABLE} to its secret"
@@ -57,15 +57,15 @@ def with_attached_servers(config: BaseExperimentConfig, environ: Mapping[str, st
     return config
 
 
-def _with_addresses(config: PPOConfig, given: list[str]) -> PPOConfig:
-    for text, problem in address_problems(given):
+def _with_addresses(config: PPOConfig, addresses: list[str]) -> PPOConfig:
+    for text, problem in address_problems(addresses):
         raise ConfigError(f"{ADDRESSES_VARIABLE}: {text!r} {problem}", code="launch.bad_server_addresses")
     configured = config.rollout.server_addrs
-    if configured and list(map(server_url, configured)) != list(map(server_url, given)):
-        names = f"{', '.join(configured)}, but {ADDRESSES_VARIABLE} names {', '.join(given)}"
+    if configured and list(map(server_url, configured)) != list(map(server_url, addresses)):
+        names = f"{', '.join(configured)}, but {ADDRESSES_VARIABLE} names {', '.join(addresses)}"
         message = f"rollout.server_addrs names {names}: remove one of them"
         raise ConfigError(message, code="launch.bad_server_addresses")
-    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, server_addrs=given))
+    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, server_addrs=addresses))
     try:
         check_config(config)
     except ConfigError as error:

@@ -195,30 +195,30 @@ class LocalBackend(ProcessBackend):
                 os.killpg(process.pid, signal.SIGKILL)
 
     def resident_bytes(self) -> int:
-        own = psutil.Process()
-        found: dict[int, tuple[int, int, float]] = {}
-        for process in own.children(recursive=True):
+        this_process = psutil.Process()
+        children: dict[int, tuple[int, int, float]] = {}
+        for process in this_process.children(recursive=True):
             if self._preloaded is not None and process.pid == self._preloaded.pid:  # its pages are its children's too
                 continue
             with contextlib.suppress(psutil.NoSuchProcess):  # it is stored whole or, when it ends meanwhile, not at all
                 times = process.cpu_times()[:4]  # of the user and of the system, and of children that have ended
-                found[process.pid] = process.ppid(), process.memory_info().rss, sum(times)
+                children[process.pid] = process.ppid(), process.memory_info().rss, sum(times)
         names = {process.pid: name for name, process in self._processes.items()}
         self._used = {}
-        for pid, (_, size, cpu_s) in found.items():
-            while pid not in names and pid in found:
-                pid = found[pid][0]
+        for pid, (_, size, cpu_s) in children.items():
+            while pid not in names and pid in children:
+                pid = children[pid][0]
             if name := names.get(pid):
                 before, before_s = self._used.get(name, (0, 0.0))
                 self._used[name] = before + size, before_s + cpu_s
-        return own.memory_info().rss + sum(size for _, size, _ in found.values())
+        return this_process.memory_info().rss + sum(size for _, size, _ in children.values())
 
     def beats(self) -> dict[str, Beat]:
-        found: dict[str, Beat] = {}
+        beats_by_name: dict[str, Beat] = {}
         for name, beat in self._beats.read().items():
             size, cpu_s = self._used.get(name, (None, None))
-            found[name] = dataclasses.replace(beat, resident_bytes=size, cpu_s=cpu_s)
-        return found
+            beats_by_name[name] = dataclasses.replace(beat, resident_bytes=size, cpu_s=cpu_s)
+        return beats_by_name
 
 
 def _memory_kills() -> int:

@@ -58,19 +58,19 @@ def weight_path(config: PPOConfig, placed: Placement, *, is_attached: bool, nccl
 
     NCCL needs the same version on all ranks, and refuses two ranks on one GPU.
     """
-    given = config.actor.weight_update_mode
-    mode = given.removeprefix("delta_") if given != "delta" else "http"
+    option = config.actor.weight_update_mode
+    mode = option.removeprefix("delta_") if option != "delta" else "http"
     if config.publishes_adapters:
         return WeightPath(transport="disk", reason="the servers get adapters alone, see actor.adapter_update_mode")
     if mode in ("disk", "http"):
-        return WeightPath(transport=mode, reason=f"actor.weight_update_mode={given}")
+        return WeightPath(transport=mode, reason=f"actor.weight_update_mode={option}")
     trainer_gpu = bool(placed.trainers and placed.trainers[0].gpus)
     servers_gpu = bool(placed.servers and placed.servers[0][0].gpus)
     both: Literal["nccl", "gloo"] = "nccl" if trainer_gpu else "gloo"
     if is_attached:
         if mode == "auto":
             return WeightPath(transport="disk", reason="devices and libraries of attached servers are not known")
-        return WeightPath(transport=both, reason=f"actor.weight_update_mode={given}")
+        return WeightPath(transport=both, reason=f"actor.weight_update_mode={option}")
     is_native = config.server_backend == "native"
     problem, reason = "", "trainers and servers run on the CPU"
     if trainer_gpu != servers_gpu:
@@ -91,7 +91,7 @@ def weight_path(config: PPOConfig, placed: Placement, *, is_attached: bool, nccl
     if problem and mode == "auto":
         return WeightPath(transport="disk", reason=problem)
     if problem:
-        message = f"actor.weight_update_mode={given}: {problem}: use disk or auto"
+        message = f"actor.weight_update_mode={option}: {problem}: use disk or auto"
         raise ConfigError(message, code="launch.no_common_transport")
     return WeightPath(transport=both, reason=reason)
 
@@ -247,8 +247,9 @@ def make_plan(
         path = weight_path(config, placed, is_attached=bool(attached), nccl=nccl or NcclVersions())
     places = placed.by_name(Place(machine=machines[0]) if num_servers else None)
     computing = Counter[Host]()
-    for (role, _, _), own in places.items():
-        computing[own.machine.host] += {"controller": 0, "server": server_size // placed.num_parts, "trainer": 1}[role]
+    for (role, _, _), chosen in places.items():
+        size = {"controller": 0, "server": server_size // placed.num_parts, "trainer": 1}[role]
+        computing[chosen.machine.host] += size
     # All machines: a trainer whose machine is lost starts again on another one.
     trainers = ",".join(dict.fromkeys(machine.host.advertise for machine in machines))
     paths = RunPaths.of(config)
@@ -256,7 +257,7 @@ def make_plan(
     if path is not None and isinstance(config, PPOConfig) and config.valid_dataset is not None:
         evaluations = "background" if config.evaluates_in_background else "blocking"
     processes: list[PlannedProcess] = []
-    for (role, index, part), own in places.items():
+    for (role, index, part), chosen in places.items():
         context = ProcessContext(
             role=role,
             index=index,
@@ -264,15 +265,15 @@ def make_plan(
             num_servers=num_servers,
             run_id=0,
             run_dir=str(paths.root),
-            num_threads=num_threads(config, role, own.machine.cores, computing[own.machine.host]),
+            num_threads=num_threads(config, role, chosen.machine.cores, computing[chosen.machine.host]),
             recover=False,
-            device="cuda:0" if own.gpus else "cpu",
-            host=own.machine.host,
+            device="cuda:0" if chosen.gpus else "cpu",
+            host=chosen.machine.host,
             weight_transport="disk" if path is None else path.transport,
             part=part,
             num_parts=placed.num_parts if role == "server" else 1,
         )
-        processes.append(_planned(context, config, paths, script=script, place=own, trainers=trainers))
+        processes.append(_planned(context, config, paths, script=script, place=chosen, trainers=trainers))
     return LaunchPlan(
         run_dir=str(paths.root),
         recover=False,
@@ -409,7 +410,7 @@ def _planned(
         **({} if command is None else _server_env(context, config, command, machine)),
         **({TRAINERS_VARIABLE: trainers} if context.role == "server" else {}),
     }
-    own = parse_env_vars(more)
+    variables = parse_env_vars(more)
     return PlannedProcess(
         name=context.name,
         role=context.role,
@@ -417,7 +418,10 @@ def _planned(
         part=context.part,
         host=context.host,
         argv=_argv(config, paths, script, backend, command) + _part_words(context, backend),
-        env=env | own | ({} if command is None else _search_paths(command, os.environ | own)) | context.to_env(),
+        env=env
+        | variables
+        | ({} if command is None else _search_paths(command, os.environ | variables))
+        | context.to_env(),
         log_path=str(paths.log_of(context.name)),
         device=context.device,
         gpus=gpus,
@@ -543,8 +547,8 @@ def parse_env_vars(text: str) -> dict[str, str]:
             continue
         name, equals, value = pair.partition("=")
         if not equals or not name.strip().isidentifier():
-            given = public_text(text), public_text(pair)
-            message = f"environment variables {given[0]!r}: {given[1]!r} is not NAME=value (a comma is written \\,)"
+            shown = public_text(text), public_text(pair)
+            message = f"environment variables {shown[0]!r}: {shown[1]!r} is not NAME=value (a comma is written \\,)"
             raise ConfigError(message, code="launch.bad_env_vars")
         result[name.strip()] = value
     return result

@@ -105,9 +105,9 @@ def wait_for_orphans(paths: RunPaths, *, limit_s: float, say: Callable[[str], No
     began_s, was_reported = time.monotonic(), False
     while orphans := find_orphans(paths):
         waited_s = time.monotonic() - began_s
-        names = ", ".join(f"{one.name} (pid {one.pid})" for one in orphans)
+        names = ", ".join(f"{orphan.name} (pid {orphan.pid})" for orphan in orphans)
         if waited_s >= limit_s:
-            pids = " ".join(str(one.pid) for one in orphans)
+            pids = " ".join(str(orphan.pid) for orphan in orphans)
             message = f"{paths.root} is in use by processes of an earlier launcher: {names}; end them: kill -9 {pids}"
             raise LaunchError(message, code="launch.run_in_use")
         if not was_reported and waited_s >= _REPORTED_AFTER_S:
@@ -300,13 +300,13 @@ def read_command_line(argv: Sequence[str], *, launcher: str = "local") -> Launch
         extras = script_keys(words, path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
         numbers = script_numbers(words, extras)
     raise_problems(list(function_problems(config, has_script=script is not None)))
-    given = {
+    options = {
         "dry_run": "--dry-run" in argv,
         "overwrite": "--overwrite" in argv,
         "as_json": "--json" in argv,
         "launcher": launcher,
     }
-    return Launch(config=config, extras=extras, numbers=numbers, script=script, step_s=given_step_s(argv), **given)
+    return Launch(config=config, extras=extras, numbers=numbers, script=script, step_s=given_step_s(argv), **options)
 
 
 class LocalCluster(Cluster):
@@ -543,7 +543,7 @@ def _report(outcome: Outcome, paths: RunPaths, line: StatusLine, goal: str, *, t
     is_trained = total_steps is not None and outcome.steps_done >= total_steps
     when = f" after all {total_steps} train steps, before its last evaluation and export" if is_trained else ""
     facts = "; ".join(filter(None, (goal, facts_text(outcome.episodes, outcome.alarms))))
-    first = f"; first failure: {one}" if (one := (outcome.episodes or {}).get("first_failure")) else ""
+    first = f"; first failure: {failure}" if (failure := (outcome.episodes or {}).get("first_failure")) else ""
     text, exit_status = {
         "completed": (f"run completed: {paths.root} ({facts}{first})", 0),
         "interrupted": (f"interrupted{when}, all processes have ended: {paths.root} ({facts}{first})", 130),

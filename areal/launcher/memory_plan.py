@@ -80,8 +80,8 @@ def rank_memory(
         kept = 4 if model.has_masters and model.lora is None else width
         weights += 0 if is_away else size * kept // ranks
         if model.optimizer is not None:
-            own = size if trains_tower(model, shape) else shape.text_parameters
-            learned = own if model.lora is None else adapter_parameters(model.lora, shape)
+            parameters = size if trains_tower(model, shape) else shape.text_parameters
+            learned = parameters if model.lora is None else adapter_parameters(model.lora, shape)
             weights += 0 if model.lora is None or is_away else learned * 4 // ranks
             keeps_whole = accumulates and ranks > 1 and model.fsdp.gradient_sync == "last"
             state = model.optimizer.state_bytes
@@ -119,14 +119,18 @@ def _megatron_state(
     table = shape.vocabulary * shape.hidden
     tables = 2 if dims.pp == 1 and not shape.tied else 1
     blocks = shape.parameters - experts - table * (1 if shape.tied else 2)
-    own = (blocks // dims.pp + tables * table) // dims.tp + experts // (dims.ep * dims.etp * dims.pp)
+    parameters = (blocks // dims.pp + tables * table) // dims.tp + experts // (dims.ep * dims.etp * dims.pp)
     if model.optimizer is None:
-        return own * width, 0, 0
+        return parameters * width, 0, 0
     in_float32 = options.ddp.grad_reduce_in_fp32 and model.grad_reduce_dtype == "float32"
     moments = 0.0 if on_gpu and options.offload_optimizer else model.optimizer.state_bytes
     is_shared = options.ddp.use_distributed_optimizer and model.optimizer.type != "sgd"
     ranks = dims.dp * dims.cp if is_shared else 1
-    return own * width, own * (4 if in_float32 else width), int(own * (moments + (4 if width < 4 else 0))) // ranks
+    return (
+        parameters * width,
+        parameters * (4 if in_float32 else width),
+        int(parameters * (moments + (4 if width < 4 else 0))) // ranks,
+    )
 
 
 def adapter_parameters(lora: LoRAConfig, shape: ModelShape) -> int:
@@ -231,7 +235,7 @@ def planned_memory(config: BaseExperimentConfig, tokens: int, *, on_gpu: bool) -
 
     Each rank has the same models.
     """
-    held = {name: one for name, one in config.models.items() if name != "ref" or not config.reference_is_base}
+    held = {name: model for name, model in config.models.items() if name != "ref" or not config.reference_is_base}
     shapes = [(model, ModelShape.read(model.path)) for model in held.values()]
     known = [(model, shape) for model, shape in shapes if shape is not None]
     if not config.allocation.train or len(known) < len(shapes):
@@ -354,8 +358,8 @@ def largest_images(config: BaseExperimentConfig, tokens: int) -> int:
     """Patches of a micro-batch of `tokens` tokens: the limit, or those of one image of the largest size. 0 where no
     option says that rows have images."""
     limits = [model.mb_spec.max_patches_per_mb for model in config.models.values()]
-    if given := [limit for limit in limits if limit is not None]:
-        return max(given)
+    if set_limits := [limit for limit in limits if limit is not None]:
+        return max(set_limits)
     has_images = config.vision.max_pixels is not None
     has_images |= isinstance(config, PPOConfig) and config.workflow == "vision_rlvr"
     layouts = [read_vision_layout(model.path) for model in config.models.values()] if has_images else []

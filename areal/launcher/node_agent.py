@@ -248,7 +248,7 @@ def own_address(peers: Iterable[str]) -> str:
     When all peers are this machine: the first of its addresses among them that others can reach, else loopback.
     LaunchError when a name cannot be resolved.
     """
-    own: list[str] = []
+    addresses: list[str] = []
     for peer in peers:
         try:
             family, _, _, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
@@ -260,8 +260,8 @@ def own_address(peers: Iterable[str]) -> str:
             address = probe.getsockname()[0]
             if address != target[0] and not is_loopback(address):
                 return address
-            own.append(address)
-    return next((address for address in own if not is_loopback(address)), LOOPBACK)
+            addresses.append(address)
+    return next((address for address in addresses if not is_loopback(address)), LOOPBACK)
 
 
 def main() -> None:

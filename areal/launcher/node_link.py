@@ -40,7 +40,7 @@ _COMMANDS = "exec 3<&0 4>&1 </dev/null >&2\n{commands}\nexec <&3 >&4 3<&- 4>&-\n
 def image_of(slurm: SlurmConfig, role: Role | None) -> str:
     """The container image in which processes of a role run; None = of all roles. Empty = no container."""
     images = [slurm.trainer_image, slurm.inference_server_image]
-    image = next((one for one in (images[::-1] if role == "server" else images) if one), "")
+    image = next((name for name in (images[::-1] if role == "server" else images) if name), "")
     return "" if slurm.container_type == "none" else image
 
 
@@ -226,8 +226,8 @@ class NodeLink:
         failed, lost = self._replies.get(wire.HELLO_ID), self.lost
         self.close()
         if self._facts is not None:
-            version, own = self._facts.areal, areal.__version__
-            message = f"node {self.node} has areal {version}, this machine {own}: install one version"
+            version, here = self._facts.areal, areal.__version__
+            message = f"node {self.node} has areal {version}, this machine {here}: install one version"
             raise LaunchError(message, code="launch.other_version")
         if failed is not None:
             raise LaunchError(f"node {self.node}: {failed.error}", code=failed.code)

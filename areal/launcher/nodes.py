@@ -89,12 +89,12 @@ class NodeChoice:
         gpus = planned.gpus if set(planned.gpus) <= set(machine.gpus) else machine.gpus[: len(planned.gpus)]
         wanted = Place(machine=machine, gpus=gpus)
         alive = [
-            one
-            for name, one in self._machines.items()
-            if not self._links[name].lost and one.role in (None, planned.role)
+            node
+            for name, node in self._machines.items()
+            if not self._links[name].lost and node.role in (None, planned.role)
         ]
         if self._moved_to is not None and planned.role == "server":
-            alive = [one for one in alive if one is machine]
+            alive = [node for node in alive if node is machine]
         in_use = [place for name, (link, place) in self._placed.items() if link.ended(name) is None]
         place = place_again(wanted, alive, in_use, gpu_limit=self._gpu_limit)
         if place is None:
@@ -280,13 +280,13 @@ class NodesBackend(ProcessBackend):
         for name in names:
             if name in self._links:
                 by_link.setdefault(self._links[name], []).append(name)
-        numbers = {link: link.stop(own, grace_s) for link, own in by_link.items()}
+        numbers = {link: link.stop(unit_names, grace_s) for link, unit_names in by_link.items()}
         was_hurried = grace_s <= 0
         while not all(link.has_stopped(number) for link, number in numbers.items()):
             if not was_hurried and hurry():
                 was_hurried = True
-                for link, own in by_link.items():
-                    link.stop(own, 0.0)
+                for link, unit_names in by_link.items():
+                    link.stop(unit_names, 0.0)
             time.sleep(0.02)
 
     def place_of(self, planned: PlannedProcess) -> tuple[Host, tuple[str, ...]]:

@@ -61,15 +61,15 @@ class Placement:
         """The place of each process of a run, by role, index and part."""
         result: dict[tuple[Role, int, int], Place] = {} if controller is None else {("controller", 0, 0): controller}
         for index, members in enumerate(self.servers):
-            result |= {("server", index, part): own for part, own in enumerate(members)}
-        result |= {("trainer", rank, 0): own for rank, own in enumerate(self.trainers)}
+            result |= {("server", index, part): place for part, place in enumerate(members)}
+        result |= {("trainer", rank, 0): place for rank, place in enumerate(self.trainers)}
         return result
 
 
 def is_chosen(names: Iterable[str], nodelist: str, exclude: str) -> bool:
     """Whether a node with these names may be used: one is in `nodelist`, if that is given, and none in `exclude`."""
-    own = set(names)
-    return (not nodelist or bool(own & node_names(nodelist))) and not own & node_names(exclude)
+    node_set = set(names)
+    return (not nodelist or bool(node_set & node_names(nodelist))) and not node_set & node_names(exclude)
 
 
 def node_names(text: str) -> set[str]:
@@ -113,8 +113,8 @@ def place(machines: Sequence[Machine], servers: Demand, trainers: Demand, *, gpu
         if not servers.gpus:
             return (take(by_cores("server"), 0),)
         allowed = usable_by("server")
-        if (one := next((index for index in allowed if len(free[index]) >= servers.gpus), None)) is not None:
-            return (take(one, servers.gpus),)
+        if (index_of_free := next((index for index in allowed if len(free[index]) >= servers.gpus), None)) is not None:
+            return (take(index_of_free, servers.gpus),)
         largest = max(1, *map(len, usable))
         whole = [index for index in allowed if len(free[index]) == len(usable[index]) == largest]
         members = servers.gpus // largest

@@ -386,12 +386,12 @@ def nccl_versions(config: PPOConfig) -> NcclVersions:
     """NCCL of the trainers' and of the servers' environment, from their metadata; empty where it is not known."""
     python = "" if backend_named(config.server_backend).flags is None else server_python(config)
     try:
-        own = environment_versions(sys.executable, ("torch", *_NCCL_PACKAGES))
+        versions_here = environment_versions(sys.executable, ("torch", *_NCCL_PACKAGES))
         packages = (config.server_backend, "torch", *_NCCL_PACKAGES)
-        servers = environment_versions(python, packages) if python else own
+        servers = environment_versions(python, packages) if python else versions_here
     except _NoAnswer:  # `server_problems` reports it
         return NcclVersions()
-    ours, theirs = (next(filter(None, map(versions.get, _NCCL_PACKAGES)), "") for versions in (own, servers))
+    ours, theirs = (next(filter(None, map(versions.get, _NCCL_PACKAGES)), "") for versions in (versions_here, servers))
     return NcclVersions(trainers=ours or "", servers=theirs or "")
 
 
@@ -518,25 +518,25 @@ def function_problems(config: BaseExperimentConfig, *, has_script: bool) -> Iter
 
     A script may use these options in its own way, so with one only files and `should_accept_fn` are checked.
     """
-    given: list[tuple[str, str, str, CallForm | None]] = [
+    references: list[tuple[str, str, str, CallForm | None]] = [
         (f"{name}.map_fn", data.map_fn, "datasets", MAP_CALL)
         for name, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset))
         if data is not None
     ]
-    given += [
+    references += [
         (key, path, "", ROWS_CALL)
         for key, path in dataset_paths(config)
         if is_row_function(path) and not is_environment_path(path)
     ]
-    given.append(("train_dataset.curriculum", config.train_dataset.curriculum, "", CURRICULUM_CALL))
+    references.append(("train_dataset.curriculum", config.train_dataset.curriculum, "", CURRICULUM_CALL))
     if isinstance(config, PPOConfig):
         names = [("reward_fn", config.reward_fn)]
         names += [(f"reward.{path}", name) for path, functions in config.reward.tables() for name in functions]
-        given += [(key, name, "rewards", REWARD_CALL) for key, name in names]
-        given.append(("workflow", config.workflow, "workflows", None))
-        given.append(("evaluator.answer_fn", config.evaluator.answer_fn, "answers", ANSWER_CALL))
-        given.append(("rollout.should_accept_fn", config.rollout.should_accept_fn, "filters", ACCEPT_CALL))
-    for key, text, kind, call in given:
+        references += [(key, name, "rewards", REWARD_CALL) for key, name in names]
+        references.append(("workflow", config.workflow, "workflows", None))
+        references.append(("evaluator.answer_fn", config.evaluator.answer_fn, "answers", ANSWER_CALL))
+        references.append(("rollout.should_accept_fn", config.rollout.should_accept_fn, "filters", ACCEPT_CALL))
+    for key, text, kind, call in references:
         is_file, is_path = text.rpartition(":")[0].endswith(".py"), ":" in text
         is_own = has_script and kind != "filters"
         if not text or (is_own and not is_file) or (has_script and is_path and not is_file):
@@ -588,7 +588,9 @@ def _adapter_problems(key: str, model: TrainEngineConfig) -> Iterator[str]:
         return
     if not _errors_of(partial(stored_weights, folder)):
         stored = {name.rpartition(".")[0]: weight for name, weight in stored_weights(folder).items()}
-        matrices = [name for name, one in stored.items() if len(one.shape) == 2 and not name.endswith(_NOT_ADAPTED)]
+        matrices = [
+            name for name, weight in stored.items() if len(weight.shape) == 2 and not name.endswith(_NOT_ADAPTED)
+        ]
         names, has_experts = [name for name in matrices if not is_of_experts(name)], any(map(is_of_experts, stored))
         around = sorted({prefix for name in stored for prefix in prefixes(name)})
         for text in _errors_of(partial(require_targets, lora, names, [*around, "lm_head"], has_experts=has_experts)):

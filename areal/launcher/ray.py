@@ -406,7 +406,7 @@ class RayCluster:
         return seat.link, dataclasses.replace(placed, env=env)
 
     def _planned_place(self, planned: PlannedProcess) -> Place:
-        machine = next(one for one in self._planned.values() if one.host.node == planned.host.node)
+        machine = next(node for node in self._planned.values() if node.host.node == planned.host.node)
         return Place(machine=machine, gpus=planned.gpus)
 
     def _new_seat(self, planned: PlannedProcess, before: _Bundle | None, *, actor_died: bool) -> _Seat:
@@ -430,7 +430,9 @@ class RayCluster:
         others = [seat.bundle for name, seat in self._seats.items() if name != planned.name]
         others = [bundle for bundle in others if bundle.node_id in living]
         node_id, place = self._room(planned, before, living, others)
-        free = living[node_id].cores - sum(one.resources.get("CPU", 0.0) for one in others if one.node_id == node_id)
+        free = living[node_id].cores - sum(
+            actor.resources.get("CPU", 0.0) for actor in others if actor.node_id == node_id
+        )
         resources = resources_of(min(cpus, free), len(place.gpus))  # memory is reserved for planned places only
         if free < resources["CPU"]:  # all CPUs of the node are reserved; a bundle needs something
             del resources["CPU"]
@@ -453,21 +455,25 @@ class RayCluster:
         self, planned: PlannedProcess, before: _Bundle | None, living: Mapping[str, Machine], others: Sequence[_Bundle]
     ) -> tuple[str, Place]:
         """A node for a process, if possible not the one that it lost. LaunchError when none has room."""
-        in_use = [Place(machine=living[one.node_id], gpus=one.place.gpus) for one in others]
-        kept = {one: machine for one, machine in living.items() if before is None or one != before.node_id}
+        in_use = [Place(machine=living[actor.node_id], gpus=actor.place.gpus) for actor in others]
+        kept = {
+            node_of_actor: machine
+            for node_of_actor, machine in living.items()
+            if before is None or node_of_actor != before.node_id
+        }
         limit = self._config.n_gpus_per_node
         for nodes in (kept, living):
             place = place_again(self._planned_place(planned), list(nodes.values()), in_use, gpu_limit=limit)
             if place is not None:
-                return next(one for one, machine in nodes.items() if machine == place.machine), place
+                return next(name for name, machine in nodes.items() if machine == place.machine), place
         gpus = f" with {len(planned.gpus)} free GPUs" if planned.gpus else ""
         message = f"{planned.name} needs a Ray node{gpus}, and no living one has room"
         raise LaunchError(message, code="launch.node_unreachable")
 
     def _give_back(self, group: Any) -> None:
         """Remove the placement group of one process; nothing when it is the one that the run began with."""
-        if any(one is group for one in self._groups[1:]):
-            self._groups = [one for one in self._groups if one is not group]
+        if any(member is group for member in self._groups[1:]):
+            self._groups = [member for member in self._groups if member is not group]
             self._ray.util.remove_placement_group(group)
 
     def _reserve(self, wanted: Sequence[tuple[str, dict[str, float]]]) -> Any:
@@ -484,7 +490,9 @@ class RayCluster:
                 needed.update(resources)
             free = {name: count for name, count in self._ray.available_resources().items() if name in ("CPU", "GPU")}
             known = self._living()
-            nodes = ", ".join(sorted({known[one].host.node if one in known else one for one, _ in wanted}))
+            nodes = ", ".join(
+                sorted({known[node_id].host.node if node_id in known else node_id for node_id, _ in wanted})
+            )
             message = (
                 f"Ray did not reserve {_text(needed)} on {nodes} in {limit_s:g} s; free in the cluster: {_text(free)}"
             )

@@ -107,11 +107,11 @@ def recorded_alarms(path: Path) -> list[Alarm]:
 
 def recorded_restarts(paths: RunPaths) -> dict[str, list[str]]:
     """Server, or all trainer ranks -> the causes of its restarts in all launches. Damaged lines are left out."""
-    found: dict[str, list[str]] = {}
+    causes: dict[str, list[str]] = {}
     for line in read_step_lines(paths.restarts):
         if line.keys() >= {"unit", "cause"}:
-            found.setdefault(line["unit"], []).append(line["cause"])
-    return found
+            causes.setdefault(line["unit"], []).append(line["cause"])
+    return causes
 
 
 def episodes_of(paths: RunPaths, last_status: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -171,8 +171,8 @@ def facts_text(episodes: Mapping[str, Any] | None, alarms: list[Alarm]) -> str:
         parts.append(f"{episodes['consumed']} of {episodes['admitted']} episodes trained")
         for outcome in ("failed", "rejected"):
             prefix = f"{outcome}: "
-            own = {name.removeprefix(prefix): count for name, count in reasons.items() if name.startswith(prefix)}
-            named = ", ".join(f"{name} {count}" for name, count in sorted(own.items(), key=lambda pair: -pair[1]))
+            counts = {name.removeprefix(prefix): count for name, count in reasons.items() if name.startswith(prefix)}
+            named = ", ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda pair: -pair[1]))
             parts.append(f"{episodes[outcome]} {outcome}" + (f" ({named})" if named else ""))
         if episodes.get("selection"):
             parts.append(f"of the newest, {episodes['selection']}")

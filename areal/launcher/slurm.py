@@ -412,7 +412,7 @@ def follow_sweep(
             for index, follower in enumerate(followers):
                 if index not in statuses and (status := follower.step()) is not None:
                     statuses[index] = status
-            phases = Counter(one.phase for index, one in enumerate(followers) if index not in statuses)
+            phases = Counter(follower.phase for index, follower in enumerate(followers) if index not in statuses)
             counts = "".join(f", {count} {phase}" for phase, count in sorted(phases.items()))
             line.show(f"{len(statuses)} of {len(runs)} runs have ended{counts}")
             sleep(_POLL_S)
@@ -495,8 +495,8 @@ def submit(requests: Sequence[Launch], paths: RunPaths, *, at_once: int, detach:
     job = slurm.submit(file, {**os.environ, **variables}, str(needs))
     jobs = [f"{job}_{index}" for index in range(len(runs))] if is_sweep else [job]
     members = [
-        SweepRun(run_dir=str(run.root), job=one, log=str(paths.slurm / f"job-{one}.log"))
-        for run, one in zip(runs, jobs, strict=True)
+        SweepRun(run_dir=str(run.root), job=job, log=str(paths.slurm / f"job-{job}.log"))
+        for run, job in zip(runs, jobs, strict=True)
     ]
     for run, member in zip(runs, members, strict=True):
         submitted = SubmittedJob(job=member.job, log=member.log)
@@ -513,7 +513,7 @@ def _secret_variables(config: BaseExperimentConfig) -> dict[str, str]:
     """Variables of the processes that are in no file: they reach the job through its environment."""
     options = config.launcher
     lists = [parse_env_vars(text) for text in (options.inference_server_env_vars, options.trainer_env_vars)]
-    return {name: value for given in lists for name, value in given.items() if is_secret(name, value)}
+    return {name: value for variables in lists for name, value in variables.items() if is_secret(name, value)}
 
 
 def _dry_run_text(request: Launch, needs: Resources, script: str, exclude: str) -> str:
@@ -522,7 +522,9 @@ def _dry_run_text(request: Launch, needs: Resources, script: str, exclude: str) 
     others = components_of(config)[1:] if config.launcher.slurm.separate_jobs else []
     hours = gpu_hours([needs, *(component.needs for component in others)], config.launcher.slurm.time_limit)
     most = "unknown without launcher.slurm.time_limit" if hours is None else f"at most {hours:g} until the time limit"
-    texts = [component_script(config, one, folder=folder, main_job="JOB", exclude=exclude) for one in others]
+    texts = [
+        component_script(config, component, folder=folder, main_job="JOB", exclude=exclude) for component in others
+    ]
     if request.as_json:
         return json.dumps({"max_gpu_hours": hours, "job_scripts": [script, *texts]}) + "\n"
     return f"GPU hours: {most}\n" + "\n".join(f"job script:\n{text}" for text in (script, *texts))

@@ -532,7 +532,7 @@ def node_of(
     flags.append(f"--cpus-per-task={cpus}")  # srun does not take it from the job
     start = ["srun"]
     if job:  # variables of the other job would be options of this step
-        start = ["env", *(f"--unset={found}" for found in sorted(foreign_variables(environ))), "srun", f"--jobid={job}"]
+        start = ["env", *(f"--unset={name}" for name in sorted(foreign_variables(environ))), "srun", f"--jobid={job}"]
     if slurm.container_type == "pyxis" and (image := image_of(slurm, role)):
         flags += [f"--container-image={image}", *([f"--container-mounts={slurm.mount}"] if slurm.mount else [])]
     more = shlex.split(os.path.expandvars(slurm.srun_additional_args))
@@ -547,16 +547,16 @@ def foreign_variables(environ: Mapping[str, str]) -> set[str]:
 def gpu_hours(needs: Sequence[Resources], time_limit: str) -> float | None:
     """GPU hours that jobs use at most until their time limit; None without a time limit."""
     seconds = limit_s(time_limit)
-    return None if seconds is None else sum(one.nodes * one.gpus for one in needs) * seconds / 3600
+    return None if seconds is None else sum(need.nodes * need.gpus for need in needs) * seconds / 3600
 
 
 def greatest(needs: Sequence[Resources]) -> Resources:
     """Resources that are enough for each of `needs`."""
     return Resources(
-        nodes=max(one.nodes for one in needs),
-        gpus=max(one.gpus for one in needs),
-        cpus=max(one.cpus for one in needs),
-        memory_mib=max(one.memory_mib for one in needs),
+        nodes=max(need.nodes for need in needs),
+        gpus=max(need.gpus for need in needs),
+        cpus=max(need.cpus for need in needs),
+        memory_mib=max(need.memory_mib for need in needs),
     )
 
 

@@ -296,8 +296,8 @@ def _at_server(replica: dict[str, Any]) -> str:
     return f"{replica['running']} at {replica['name']}" + (f" ({queued} in its queue)" if queued else "")
 
 
-def _listed(found: Collection[str]) -> str:
-    names = sorted(found)
+def _listed(values: Collection[str]) -> str:
+    names = sorted(values)
     if len(names) > _MAX_NAMES:
         return f"{', '.join(names[:_MAX_NAMES])} and {len(names) - _MAX_NAMES} more"
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]

@@ -524,7 +524,7 @@ class Supervisor:
             num_restarts=count,
             recover=self._recover,
             disk_problem=self._disk_problem,
-            others_serve=any(one.role == "server" and one is not unit and one.is_ready for one in self._units),
+            others_serve=any(other.role == "server" and other is not unit and other.is_ready for other in self._units),
         )
         first = next(child for child in dead if child.name == decision.cause.name)
         if unit.phase == "joining":

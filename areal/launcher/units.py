@@ -99,8 +99,8 @@ class Child:
 
     def has_same_error(self, other: Child) -> bool:
         """Whether both died of one error: they printed the same one, or one quotes the other's."""
-        own, others = _CODE.sub("", self.error), _CODE.sub("", other.error)
-        return bool(own and others) and (own in others or others in own)
+        error, others = _CODE.sub("", self.error), _CODE.sub("", other.error)
+        return bool(error and others) and (error in others or others in error)
 
     def exit_text(self) -> str:
         """How it ended, as a predicate: `exited with 1`."""
@@ -145,7 +145,7 @@ class Unit:
     def __init__(self, planned: Sequence[PlannedProcess], backend: ProcessBackend, clock: Callable[[], float]) -> None:
         self.role: Role = planned[0].role
         self.name = "trainers" if self.role == "trainer" else planned[0].name
-        self.children = [Child(one, backend, clock) for one in planned]
+        self.children = [Child(process, backend, clock) for process in planned]
         self.num_starts = 0
         self.restarts: list[str] = []
         """The reason of each restart."""

@@ -285,8 +285,8 @@ def matching(keys: Iterable[str], patterns: Sequence[str]) -> list[str]:
     Only a pattern with /episode/ matches a key with it: `eval/NAME/episode/reward` repeats `eval/NAME/reward`.
     """
     known = list(keys)
-    found = ((key, pattern) for pattern in patterns for key in known if fnmatch.fnmatchcase(key, pattern))
-    return list(dict.fromkeys(key for key, pattern in found if "/episode/" not in key or "/episode/" in pattern))
+    pairs = ((key, pattern) for pattern in patterns for key in known if fnmatch.fnmatchcase(key, pattern))
+    return list(dict.fromkeys(key for key, pattern in pairs if "/episode/" not in key or "/episode/" in pattern))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,8 +312,8 @@ _PATTERNS = {
 }
 
 
-def _pattern(found: re.Match[str]) -> str:
-    return _PATTERNS.get(found[0], ".+")
+def _pattern(match: re.Match[str]) -> str:
+    return _PATTERNS.get(match[0], ".+")
 
 
 def _parsed(table: str) -> Iterator[MetricEntry]:

@@ -146,17 +146,17 @@ def episode_ended(episode_id: int, status: str, reason: str = "") -> None:
 
 def span(name: str) -> AbstractContextManager[None]:
     """A part of the work of the current track."""
-    found = _TRACK.get()
-    return nullcontext() if found is None else _span(found, name)
+    track = _TRACK.get()
+    return nullcontext() if track is None else _span(track, name)
 
 
 @contextmanager
-def _span(found: _Track, name: str) -> Iterator[None]:
+def _span(track: _Track, name: str) -> Iterator[None]:
     start_ns = time.perf_counter_ns()
     try:
         yield
     finally:
-        _add(found, name, start_ns, time.perf_counter_ns())
+        _add(track, name, start_ns, time.perf_counter_ns())
 
 
 def add_track(
@@ -172,13 +172,13 @@ def add_track(
     `amounts`: of the whole, for example its tokens.
     """
     if tracers := _TRACERS.get():
-        found = _Track(tracers, kind, name)
+        track = _Track(tracers, kind, name)
         for part in parts:
-            _add(found, *part)
+            _add(track, *part)
         for tracer in tracers:
             tracer.add_part(kind, name, kind, start_ns, end_ns, amounts)
 
 
-def _add(found: _Track, name: str, start_ns: int, end_ns: int) -> None:
-    for tracer in found.tracers:
-        tracer.add_part(found.kind, found.id, name, start_ns, end_ns)
+def _add(track: _Track, name: str, start_ns: int, end_ns: int) -> None:
+    for tracer in track.tracers:
+        tracer.add_part(track.kind, track.id, name, start_ns, end_ns)

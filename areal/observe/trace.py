@@ -86,10 +86,10 @@ def time_tables(events: Iterable[Event]) -> list[TimeTable]:
             phases[event["pid"]].append(event)
         elif event["ph"] == "b":
             tracks[event["pid"], event["cat"]][event["id"]].append(event)
-    found = [_steps(names.get(pid, str(pid)), spans) for pid, spans in phases.items()]
+    tables = [_steps(names.get(pid, str(pid)), spans) for pid, spans in phases.items()]
     for (pid, kind), by_id in tracks.items():
-        found += _tracks(names.get(pid, str(pid)), kind, list(by_id.values()))
-    return sorted((table for table in found if table is not None), key=lambda table: (table.kind, table.process))
+        tables += _tracks(names.get(pid, str(pid)), kind, list(by_id.values()))
+    return sorted((table for table in tables if table is not None), key=lambda table: (table.kind, table.process))
 
 
 def _steps(process: str, spans: Sequence[Event]) -> TimeTable | None:

@@ -141,8 +141,8 @@ class WandBTracker:
 
         config, folder, images = run.config, run.paths.root, run.images
         folder.mkdir(parents=True, exist_ok=True)
-        given = {"base_url": settings.wandb_base_url, "api_key": settings.wandb_api_key}
-        connection: dict[str, Any] = {name: value for name, value in given.items() if value}
+        options = {"base_url": settings.wandb_base_url, "api_key": settings.wandb_api_key}
+        connection: dict[str, Any] = {name: value for name, value in options.items() if value}
         group = "_".join([config.experiment_name, config.trial_name])
         try:
             self._run = wandb.init(
@@ -177,8 +177,8 @@ class WandBTracker:
         pictures = [[self._image(path) for _, path in _pictures([row], self._images)] for row in rows]
         places = range(max(map(len, pictures), default=0))
         columns: list[str | int] = [*SAMPLE_COLUMNS, *(f"image {place + 1}" for place in places)]
-        found = [[row[place] if place < len(row) else None for place in places] for row in pictures]
-        data = [[*row.cells(), *cells] for row, cells in zip(rows, found, strict=True)]
+        cells_of_pictures = [[row[place] if place < len(row) else None for place in places] for row in pictures]
+        data = [[*row.cells(), *cells] for row, cells in zip(rows, cells_of_pictures, strict=True)]
         self._run.log({"samples": self._table(columns=columns, data=data), "train_step": step})
 
     def flush(self) -> None:
@@ -278,8 +278,8 @@ class MlflowTracker:
         return run
 
     def _continued_run(self, experiment_id: str, config: BaseExperimentConfig) -> str | None:
-        found = self._client.search_runs([experiment_id], f"tags.`areal.run` = '{_run_name(config)}'", max_results=1)
-        return found[0].info.run_id if found else None
+        runs = self._client.search_runs([experiment_id], f"tags.`areal.run` = '{_run_name(config)}'", max_results=1)
+        return runs[0].info.run_id if runs else None
 
     def _newest_step(self) -> int:
         """The newest step that MLflow has. It would keep both values of a step that is sent again."""
@@ -335,19 +335,19 @@ class MlflowTracker:
 
 def mlflow_uri(settings: MlflowConfig, environ: Mapping[str, str]) -> str:
     """The address that is given for MLflow; empty when there is none, or none is needed."""
-    given = settings.tracking_uri or environ.get("MLFLOW_TRACKING_URI", "")
-    return given if settings.mode == "online" else ""
+    uri = settings.tracking_uri or environ.get("MLFLOW_TRACKING_URI", "")
+    return uri if settings.mode == "online" else ""
 
 
 @contextmanager
 def _limited_request() -> Iterator[None]:
     """Let MLflow's client, which reads these variables at each request, give up after seconds, not minutes."""
-    own = {name: value for name, value in FIRST_REQUEST.items() if name not in os.environ}
-    os.environ.update(own)
+    variables = {name: value for name, value in FIRST_REQUEST.items() if name not in os.environ}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in own:
+        for name in variables:
             del os.environ[name]
 
 
@@ -398,7 +398,7 @@ class TrackioTracker:
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         pictures = [[self._image(path) for _, path in _pictures([row], self._images)] for row in rows]
-        data = [[*row.cells()[:-1], found or ""] for row, found in zip(rows, pictures, strict=True)]
+        data = [[*row.cells()[:-1], picture or ""] for row, picture in zip(rows, pictures, strict=True)]
         self._run.log({"samples": self._table(columns=list(SAMPLE_COLUMNS), data=data)}, step=step)
 
     def flush(self) -> None:
@@ -420,12 +420,12 @@ def _markdown_cell(text: str) -> str:
 
 def _pictures(rows: Sequence[SampleRow], images: ImageFiles) -> list[tuple[str, Path]]:
     """The image files of rows that are still there, each with a name for its row and place."""
-    found = [
+    pictures = [
         (f"samples/row_{number}_image_{place}", images.path(digest))
         for number, row in enumerate(rows, start=1)
         for place, digest in enumerate(row.images, start=1)
     ]
-    return [(name, path) for name, path in found if path.is_file()]
+    return [(name, path) for name, path in pictures if path.is_file()]
 
 
 def _finite(values: dict[str, float]) -> dict[str, float]:
@@ -532,10 +532,10 @@ def entry_of_key(key: str) -> Entry:
 def _started(key: str, make: Callable[[], Tracker], last_step: int, *, after_failure: bool) -> GuardedTracker | None:
     try:
         return GuardedTracker(make(), last_step)
-    except ConfigError as found:
-        error = found
-    except Exception as found:  # noqa: BLE001 - of one dashboard
-        reason = public_text(f"{type(found).__name__}: {found}")
+    except ConfigError as raised:
+        error = raised
+    except Exception as raised:  # noqa: BLE001 - of one dashboard
+        reason = public_text(f"{type(raised).__name__}: {raised}")
         error = ConfigError(f"stats_logger.{key}: did not start: {reason}", code="launch.tracker_failed")
     if not after_failure:
         raise error from None
@@ -553,27 +553,27 @@ _DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
 _MAX_CHARACTERS = 300
 
 
-def _wandb(package: Any, given: Mapping[str, Any]) -> None:
-    package.Settings(**given["settings"])
-    if given["asks"]:
+def _wandb(package: Any, options: Mapping[str, Any]) -> None:
+    package.Settings(**options["settings"])
+    if options["asks"]:
         package.login(verify=False)  # reads variables, settings files and netrc, and sends nothing
 
 
-def _swanlab(package: Any, given: Mapping[str, Any]) -> None:
-    if given["asks"] and package.Settings(interactive=False).api_key is None:
+def _swanlab(package: Any, options: Mapping[str, Any]) -> None:
+    if options["asks"] and package.Settings(interactive=False).api_key is None:
         raise LookupError("not set, and there is no SWANLAB_API_KEY and no swanlab login")
 
 
-def _mlflow(package: Any, given: Mapping[str, Any]) -> None:
+def _mlflow(package: Any, options: Mapping[str, Any]) -> None:
     """A database is not opened: MLflow would create its tables. A missing address is reported elsewhere."""
-    if given["uri"] and not given["uri"].startswith(_DATABASES):
-        client = package.MlflowClient(tracking_uri=given["uri"])
-        if given["asks"]:
-            client.get_experiment_by_name(given["experiment"])
+    if options["uri"] and not options["uri"].startswith(_DATABASES):
+        client = package.MlflowClient(tracking_uri=options["uri"])
+        if options["asks"]:
+            client.get_experiment_by_name(options["experiment"])
 
 
-def _trackio(package: Any, given: Mapping[str, Any]) -> None:
-    if given["asks"] and import_module("huggingface_hub").get_token() is None:
+def _trackio(package: Any, options: Mapping[str, Any]) -> None:
+    if options["asks"] and import_module("huggingface_hub").get_token() is None:
         raise LookupError("online needs a token of Hugging Face: set HF_TOKEN, or run hf auth login")
 
 
@@ -589,13 +589,13 @@ _CHECKS: dict[str, tuple[str, Callable[[Any, Mapping[str, Any]], None]]] = {
 def _problems_of(dashboards: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """One sentence for each dashboard that cannot start."""
     problems: list[str] = []
-    for key, given in dashboards.items():
-        place, what = key, f"the package {given['module']} cannot be imported: "
+    for key, dashboard in dashboards.items():
+        place, what = key, f"the package {dashboard['module']} cannot be imported: "
         try:
-            package = import_module(given["module"])
+            package = import_module(dashboard["module"])
             if key in _CHECKS:
                 (place, check), what = _CHECKS[key], ""
-                check(package, given)
+                check(package, dashboard)
         except Exception as error:  # noqa: BLE001 - of one foreign package
             kind = "" if isinstance(error, LookupError) else f"{type(error).__name__}: "
             reason = " ".join(public_text(str(error)).split())[:_MAX_CHARACTERS]

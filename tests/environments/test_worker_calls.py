@@ -23,7 +23,7 @@ async def test_a_call_that_is_cancelled_before_it_begins_is_answered() -> None:
     server = Server(theirs, SimpleNamespace(Adapter=Adapter, INSTALL=""), "", {})
     serving = asyncio.create_task(server.serve())
     reader, writer = await asyncio.open_connection(sock=ours)
-    calls = [{"id": number, "call": "double", "given": {"number": number}} for number in (1, 2)]
+    calls = [{"id": number, "call": "double", "arguments": {"number": number}} for number in (1, 2)]
     lines = [calls[0], {"cancel": 1}, calls[1]]  # read together, as after a call that blocked the worker
     writer.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
     async with asyncio.timeout(10):
