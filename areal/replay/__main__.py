@@ -147,8 +147,8 @@ def _raise_failed(ranks: Sequence[PlannedProcess], backend: LocalBackend) -> Non
     failed = [rank for rank in ranks if backend.poll(rank.name)]
     lines = {rank.name: backend.last_lines(rank.name).lines for rank in failed}
     for rank in failed:
-        if found := [line for line in lines[rank.name] if line.startswith(ERROR_PREFIX)]:
-            text = f"{found[-1].removeprefix(ERROR_PREFIX)} (log: {rank.log_path})"
+        if errors := [line for line in lines[rank.name] if line.startswith(ERROR_PREFIX)]:
+            text = f"{errors[-1].removeprefix(ERROR_PREFIX)} (log: {rank.log_path})"
             raise LaunchError(text, code="replay.rank_failed")
     for rank in failed:
         last = (lines[rank.name] or ["it printed nothing"])[-1]
@@ -214,8 +214,8 @@ def order_of(request: Request, run: RecordedRun) -> ReplayOrder:
             f"{run.config().rollout.keep_payloads}): start there or later with --from-checkpoint STEP"
         )
     elif start and not checkpoint_of(run.paths, start).is_dir():
-        found = ", ".join(path.name for path in sorted(run.paths.recover.glob("step-*"))) or "none"
-        problem = f"--from-checkpoint {start}: there is no such recovery checkpoint; existing ones: {found}"
+        existing = ", ".join(path.name for path in sorted(run.paths.recover.glob("step-*"))) or "none"
+        problem = f"--from-checkpoint {start}: there is no such recovery checkpoint; existing ones: {existing}"
     elif start >= run.end_step:
         problem = f"--from-checkpoint {start}: the run trained only {run.end_step} steps: name an earlier checkpoint"
     elif not start < end <= run.end_step:

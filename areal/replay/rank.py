@@ -153,9 +153,11 @@ def require_initial_weights(run: RecordedRun, config: PPOConfig, roles: PPORoles
     for role, engine in roles.engines.items():
         if role not in recorded or role not in before or _origin(models[role]) != _origin(before[role]):
             continue
-        found = checksum_of(engine, ranks)
-        if ranks.rank == 0 and found != recorded[role]:
-            message = f"{role}: {_origin(models[role])} has the checksum {found}, but the run recorded {recorded[role]}"
+        checksum = checksum_of(engine, ranks)
+        if ranks.rank == 0 and checksum != recorded[role]:
+            message = (
+                f"{role}: {_origin(models[role])} has the checksum {checksum}, but the run recorded {recorded[role]}"
+            )
             raise InputError(f"{message}: restore the old model", code="replay.other_weights")
 
 

@@ -110,11 +110,11 @@ class RecordedRun:
     def ranks(self) -> list[tuple[ProcessContext, dict[str, str]]]:
         try:
             processes: list[dict[str, Any]] = json.loads(self.paths.plan.read_bytes())["processes"]
-            found = [(ProcessContext.from_env(entry["env"]), entry["env"]) for entry in processes]
+            contexts = [(ProcessContext.from_env(entry["env"]), entry["env"]) for entry in processes]
         except (OSError, ValueError, KeyError, TypeError) as error:
             message = f"{self.paths.plan} does not list the ranks of the run ({error})"
             raise InputError(message, code="replay.damaged_run") from error
-        ranks = [(context, env) for context, env in found if context is not None and context.role == "trainer"]
+        ranks = [(context, env) for context, env in contexts if context is not None and context.role == "trainer"]
         if not ranks or len(ranks) != ranks[0][0].world_size:
             raise InputError(f"{self.paths.plan} does not list all trainer ranks of the run", code="replay.damaged_run")
         return ranks
@@ -229,7 +229,9 @@ class Comparison:
             below = [f"{'live':>{_WIDTH}} {'replay':>{_WIDTH}}" for _ in self._columns]
             lines = ["      | " + " | ".join(titles), " step | " + " | ".join(below)]
         pairs = [(step.live.get(name), step.own.get(name)) for name in self._columns]
-        cells = [" ".join(f"{'-' if one is None else format(one, '.5g'):>{_WIDTH}}" for one in pair) for pair in pairs]
+        cells = [
+            " ".join(f"{'-' if value is None else format(value, '.5g'):>{_WIDTH}}" for value in pair) for pair in pairs
+        ]
         return [*lines, f"{step.step:5} | " + " | ".join(cells)]
 
     @property

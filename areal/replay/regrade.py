@@ -48,8 +48,8 @@ class RegradedPayloads:
         """None when the replay trains on the recorded ones."""
         if not (folder / _INDEX).is_file():
             return None
-        found = json.loads((folder / _INDEX).read_bytes())
-        return cls(path=folder / _PAYLOADS, places={int(name): tuple(place) for name, place in found.items()})
+        index = json.loads((folder / _INDEX).read_bytes())
+        return cls(path=folder / _PAYLOADS, places={int(name): tuple(place) for name, place in index.items()})
 
     def share(self, record: BatchRecord, *, dp_rank: int, dp_size: int) -> BatchShare:
         """The share of a rank, composed as the recorded one."""
@@ -150,31 +150,31 @@ def _written(token_ids: list[int], images: Sequence[ImageRef], layout: VisionLay
 
 def messages_of(group: TrajectoryGroup) -> list[Any]:
     """The dialogue of each session; empty for workflows without sessions. InputError for a run of earlier versions."""
-    found = [one.get("messages") for one in recorded_sessions(group.record)]
-    if None in found or (not found and any(row.session >= 0 for row in group.trajectories)):
+    messages = [session.get("messages") for session in recorded_sessions(group.record)]
+    if None in messages or (not messages and any(row.session >= 0 for row in group.trajectories)):
         text = "an episode does not record the dialogues of its sessions, which reward functions get as `messages`"
         raise InputError(f"{text}: an earlier version of areal made this run", code="replay.old_record")
-    return found
+    return messages
 
 
 def last_answer(rows: Sequence[Trajectory]) -> tuple[list[int], Sequence[ImageRef], list[int]]:
     """-> (the tokens before the last answer of a session, the images of their row, the tokens of the answer)"""
     number = max((max(row.columns.get(TURNS, ()), default=-1) for row in rows), default=-1)
-    found: list[tuple[int, Trajectory]] = []
+    placed: list[tuple[int, Trajectory]] = []
     for row in rows:
         turns = row.columns.get(TURNS) or [number] * len(row.token_ids)
         facts = enumerate(zip(row.loss_mask, turns, strict=True))
-        found += [(place, row) for place, (flag, turn) in facts if flag and turn == number]
-    places = sorted(found, key=lambda one: one[0])
+        placed += [(place, row) for place, (flag, turn) in facts if flag and turn == number]
+    places = sorted(placed, key=lambda pair: pair[0])
     start, first = places[0]
     return list(first.token_ids[:start]), first.images, [row.token_ids[place] for place, row in places]
 
 
 def _sessions(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    found: dict[tuple[int, int], list[Trajectory]] = {}
-    for place, one in enumerate(trajectories):
-        found.setdefault((one.session, place if one.session < 0 else -1), []).append(one)
-    return list(found.values())
+    sessions: dict[tuple[int, int], list[Trajectory]] = {}
+    for place, trajectory in enumerate(trajectories):
+        sessions.setdefault((trajectory.session, place if trajectory.session < 0 else -1), []).append(trajectory)
+    return list(sessions.values())
 
 
 def _regraded(
@@ -190,8 +190,8 @@ def _regraded(
         if score is not None:
             rows = [replace(row, reward=score.reward, columns=_with_parts(row, score.parts)) for row in rows]
         if rows[0].session >= 0:
-            own = None if images is None else DialogueImages(images)
-            rows = _session(rows, before, config, own, is_scored=score is not None)
+            dialogue_images = None if images is None else DialogueImages(images)
+            rows = _session(rows, before, config, dialogue_images, is_scored=score is not None)
         made += rows
     return replace(group, trajectories=made)
 
@@ -218,13 +218,13 @@ def _session(
         if flag
     }
     turns, old, new = sorted(returns), before.agent.turn_discount, config.agent.turn_discount
-    own = {turn: returns[turn] - old * returns[after] for turn, after in pairwise(turns)}
-    own |= {turns[-1]: returns[turns[-1]]}
+    turn_parts = {turn: returns[turn] - old * returns[after] for turn, after in pairwise(turns)}
+    turn_parts |= {turns[-1]: returns[turns[-1]]}
     if is_scored:
-        own = dict.fromkeys(turns, 0.0) | {turns[-1]: rows[0].reward}
+        turn_parts = dict.fromkeys(turns, 0.0) | {turns[-1]: rows[0].reward}
     value, values = 0.0, dict[str, float]()
     for turn in reversed(turns):
-        value = own[turn] + new * value
+        value = turn_parts[turn] + new * value
         values[str(turn)] = value
     kept = {spec: value for spec, value in rows[0].columns.items() if spec.per == "sequence"}
     return [

@@ -106,25 +106,25 @@ def _pairs(inputs: Any, outputs: Any, function: str) -> list[CodeTest]:
         raise _bad_tests("`inputs` and `outputs` must be lists of equal length")
     pairs = zip(inputs, outputs, strict=True)
     if not function:
-        return [ProgramTest(stdin=_text(given), stdout=_text(wanted)) for given, wanted in pairs]
-    return [_call(function, given, wanted) for given, wanted in pairs]
+        return [ProgramTest(stdin=_text(actual), stdout=_text(wanted)) for actual, wanted in pairs]
+    return [_call(function, actual, wanted) for actual, wanted in pairs]
 
 
 def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _call(function: str, given: Any, wanted: Any) -> CallTest:
-    if isinstance(given, str):
+def _call(function: str, actual: Any, wanted: Any) -> CallTest:
+    if isinstance(actual, str):
         try:
-            args = [json.loads(line) for line in given.splitlines() if line.strip()]
+            args = [json.loads(line) for line in actual.splitlines() if line.strip()]
             result = json.loads(wanted) if isinstance(wanted, str) else wanted
         except ValueError as error:
             raise _bad_tests(f"a test of {function} is a text but not JSON: {error}") from None
         return CallTest(function=function, args=args, result=result)
-    if not isinstance(given, list):
-        raise _bad_tests(f"the arguments of {function} are a {type(given).__name__}, not a list")
-    return CallTest(function=function, args=given, result=wanted)
+    if not isinstance(actual, list):
+        raise _bad_tests(f"the arguments of {function} are a {type(actual).__name__}, not a list")
+    return CallTest(function=function, args=actual, result=wanted)
 
 
 def _assertions(sources: list[str], entry_points: list[str]) -> list[CodeTest]:
@@ -163,9 +163,9 @@ def _assertion(source: str, entry_points: list[str]) -> AssertTest:
     if not entry_points and len(others) == 1:
         names = {others[0]: others[0]}
     elif not used & names.keys() or (others and not has_star):
-        found = f"use {', '.join(others)}, not defined or imported there" if others else "use no name of a program"
+        use = f"use {', '.join(others)}, not defined or imported there" if others else "use no name of a program"
         fix = "define or import helpers in the tests, and name in `entry_point` what the program has to define"
-        raise _bad_tests(f"it is unclear what they take from the program, since they {found}: {fix}")
+        raise _bad_tests(f"it is unclear what they take from the program, since they {use}: {fix}")
     return AssertTest(source=source, names=names, modules=modules)
 
 
@@ -190,55 +190,55 @@ def _names(source: str) -> tuple[dict[str, bool], set[str], bool]:
     return {name: name in called for name in unknown}, used, has_star
 
 
-def same_output(given: str, wanted: str, tolerance: float) -> bool:
+def same_output(actual: str, wanted: str, tolerance: float) -> bool:
     """Whether a program's output equals the wanted one, line by line; white space at line ends and empty lines at the
     end are ignored. Numbers with a decimal point or an exponent may differ by `tolerance` (relative or absolute)."""
-    left, right = given.rstrip().splitlines(), wanted.rstrip().splitlines()
+    left, right = actual.rstrip().splitlines(), wanted.rstrip().splitlines()
     return len(left) == len(right) and all(
         a.rstrip() == b.rstrip() or _same_words(a.split(), b.split(), tolerance)
         for a, b in zip(left, right, strict=True)
     )
 
 
-def _same_words(given: list[str], wanted: list[str], tolerance: float) -> bool:
-    return len(given) == len(wanted) and all(
-        a == b or _same_decimals(a, b, tolerance) for a, b in zip(given, wanted, strict=True)
+def _same_words(actual: list[str], wanted: list[str], tolerance: float) -> bool:
+    return len(actual) == len(wanted) and all(
+        a == b or _same_decimals(a, b, tolerance) for a, b in zip(actual, wanted, strict=True)
     )
 
 
-def _same_decimals(given: str, wanted: str, tolerance: float) -> bool:
-    if not _DECIMAL.fullmatch(wanted) or not (_DECIMAL.fullmatch(given) or _WHOLE.fullmatch(given)):
+def _same_decimals(actual: str, wanted: str, tolerance: float) -> bool:
+    if not _DECIMAL.fullmatch(wanted) or not (_DECIMAL.fullmatch(actual) or _WHOLE.fullmatch(actual)):
         return False
-    return math.isclose(float(given), float(wanted), rel_tol=tolerance, abs_tol=tolerance)
+    return math.isclose(float(actual), float(wanted), rel_tol=tolerance, abs_tol=tolerance)
 
 
-def same_result(given: Any, wanted: Any, tolerance: float) -> bool:
+def same_result(actual: Any, wanted: Any, tolerance: float) -> bool:
     """Whether a function returned the wanted result. Tuples equal lists, since JSON has no tuples; floats may differ by
     `tolerance`; a dict's keys may be numbers as text. A list of one may contain the result (as in APPS)."""
-    if _same(given, wanted, tolerance):
+    if _same(actual, wanted, tolerance):
         return True
-    return isinstance(wanted, list) and len(wanted) == 1 and _same(given, wanted[0], tolerance)
+    return isinstance(wanted, list) and len(wanted) == 1 and _same(actual, wanted[0], tolerance)
 
 
-def _same(given: Any, wanted: Any, tolerance: float) -> bool:
-    if isinstance(wanted, bool) or isinstance(given, bool):
-        return given is wanted
-    if isinstance(wanted, float) or isinstance(given, float):
-        if not isinstance(given, int | float) or not isinstance(wanted, int | float):
+def _same(actual: Any, wanted: Any, tolerance: float) -> bool:
+    if isinstance(wanted, bool) or isinstance(actual, bool):
+        return actual is wanted
+    if isinstance(wanted, float) or isinstance(actual, float):
+        if not isinstance(actual, int | float) or not isinstance(wanted, int | float):
             return False
         try:
-            return math.isclose(given, wanted, rel_tol=tolerance, abs_tol=tolerance)
+            return math.isclose(actual, wanted, rel_tol=tolerance, abs_tol=tolerance)
         except OverflowError:
             return False
     if isinstance(wanted, list):
-        is_list = isinstance(given, list | tuple) and len(given) == len(wanted)
-        return is_list and all(_same(a, b, tolerance) for a, b in zip(given, wanted, strict=True))
+        is_list = isinstance(actual, list | tuple) and len(actual) == len(wanted)
+        return is_list and all(_same(a, b, tolerance) for a, b in zip(actual, wanted, strict=True))
     if isinstance(wanted, dict):
-        if not isinstance(given, dict):
+        if not isinstance(actual, dict):
             return False
-        named = {str(key): value for key, value in given.items()}
+        named = {str(key): value for key, value in actual.items()}
         return named.keys() == wanted.keys() and all(_same(named[k], wanted[k], tolerance) for k in wanted)
-    return type(given) is type(wanted) and given == wanted
+    return type(actual) is type(wanted) and actual == wanted
 
 
 # What runs the tests of one program outside this process: the interface of the sandbox backends.

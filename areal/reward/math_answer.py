@@ -126,8 +126,8 @@ def suffixes() -> str:
 def magnitude_at(text: str) -> tuple[int, str]:
     """The product of the magnitudes that `text` starts with (`hundred thousand`), and what follows them."""
     product, rest = 1, text
-    while found := _longest(_magnitudes(), rest.lstrip()):
-        length, factor = found
+    while match := _longest(_magnitudes(), rest.lstrip()):
+        length, factor = match
         if (unit := _longest(_units(), rest.lstrip())) and unit[0] > length:  # a kilogram, in Chinese: thousand grams
             break
         product, rest = product * factor, rest.lstrip()[length:]
@@ -138,10 +138,10 @@ def unit_at(text: str) -> tuple[Unit | None, str]:
     """The unit that `text` starts with (`cm^2`, `square metres`, `km/h`), and what follows it."""
     rest = text.lstrip()
     shape = re.match(r"(?i:(square|sq\.?|cubic|平方|立方|ตาราง|квадратных)\s*)", rest)
-    found = _longest(_units(), rest[shape.end() :] if shape else rest)
-    if found is None:
+    match = _longest(_units(), rest[shape.end() :] if shape else rest)
+    if match is None:
         return (Unit("length", Fraction(254, 10000)), "") if re.fullmatch(r"in\.?", rest) else (None, text)
-    length, unit = found
+    length, unit = match
     rest = rest[(shape.end() if shape else 0) + length :]
     power = re.match(r"\s?\^\s?\{?([23])\}?|([23])(?!\d)", rest) if unit.kind == "length" else None
     size = int(power[1] or power[2]) if power else 1
@@ -163,14 +163,14 @@ def _longest(rows: list[tuple[re.Pattern[str], RowT]], text: str) -> tuple[int, 
     return max(matches, key=lambda pair: pair[0], default=None)
 
 
-def ratio(given: Unit | None, wanted: Unit | None) -> Fraction | None:
+def ratio(actual: Unit | None, wanted: Unit | None) -> Fraction | None:
     """By what to multiply a number of `given` for one of `wanted`; 1 when a side names no unit, None when the units
     differ."""
-    if given is None or wanted is None:
+    if actual is None or wanted is None:
         return Fraction(1)
-    if given.kind == wanted.kind:
-        return given.factor / wanted.factor
-    kinds = sorted((given.kind, wanted.kind))
+    if actual.kind == wanted.kind:
+        return actual.factor / wanted.factor
+    kinds = sorted((actual.kind, wanted.kind))
     return Fraction(1) if kinds[0] == "degree" and kinds[1].startswith("degree ") else None
 
 
@@ -277,10 +277,10 @@ def math_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any, **row: Any
 ) -> float:
     """1 when the final answer of the completion equals that of the row's `answer`, else 0."""
-    given, text = extract_answer(completion), str(answer)
+    actual, text = extract_answer(completion), str(answer)
     is_bare = "\n" not in text and parse_number(text) is not None
     wanted = text if is_bare else extract_answer(text) or text
-    return float(given is not None and answers_equal(given, wanted))
+    return float(actual is not None and answers_equal(actual, wanted))
 
 
 def extract_answer(text: str) -> str | None:
@@ -300,9 +300,9 @@ def extract_answer(text: str) -> str | None:
 
 def canonical_answer(text: str) -> str | None:
     """The final answer of a text in one spelling: `1,200`, `1200.0` and `$1200` are the vote 1200. None without one."""
-    found = extract_answer(text)
-    if found is None or (number := parse_number(found)) is None:
-        return None if found is None else _normalised(found)
+    answer = extract_answer(text)
+    if answer is None or (number := parse_number(answer)) is None:
+        return None if answer is None else _normalised(answer)
     return f"{number.value}%" if number.is_percent else str(number.value)
 
 
@@ -336,11 +336,11 @@ def _balanced(text: str, start: int) -> str | None:
     return None
 
 
-def answers_equal(given: str, wanted: str) -> bool:
+def answers_equal(actual: str, wanted: str) -> bool:
     """Whether two answers are equal: as numbers when both are numbers, else as normalised text."""
-    left, right = parse_number(given), parse_number(wanted)
+    left, right = parse_number(actual), parse_number(wanted)
     if left is None or right is None:
-        return left is right and _normalised(given) == _normalised(wanted)
+        return left is right and _normalised(actual) == _normalised(wanted)
     a, b = left.value, right.value
     if (left.unit is None) != (right.unit is None) and (left.is_percent or right.is_percent):
         # datasets write 50% as 50 and as 0.5: when only one side has the sign, both are accepted

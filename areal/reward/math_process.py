@@ -43,8 +43,8 @@ def main(argv: list[str]) -> None:
         def holds(order: dict[str, str] = order) -> bool:
             if "read" in order:
                 return bool(read(order["read"]))
-            given = read(order["given"])
-            return bool(given) and equal(read(order["gold"]), given)
+            actual = read(order["given"])
+            return bool(actual) and equal(read(order["gold"]), actual)
 
         answer, ending = in_child(holds, cpu_s=cpu_s, wall_s=wall_s, memory_bytes=memory_bytes)
         sys.stdout.write(json.dumps({"holds": answer, "ending": ending}) + "\n")
@@ -95,39 +95,39 @@ def load_library() -> tuple[Callable[[str], list[Any]], Callable[[list[Any], lis
     def read(text: str) -> list[Any]:
         return parse(f"\\boxed{{{text}}}", extraction, fallback_mode="no_fallback", parsing_timeout=cast(int, None))
 
-    def same(one: Any, other: Any) -> bool:
-        return verify([one], [other], timeout_seconds=None) and not _differs(one, other)
+    def same(left: Any, other: Any) -> bool:
+        return verify([left], [other], timeout_seconds=None) and not _differs(left, other)
 
     def equal(gold: list[Any], answer: list[Any]) -> bool:
-        for one, other in product(gold, answer):
-            if same(one, other):
+        for left, other in product(gold, answer):
+            if same(left, other):
                 return True
-            sets = _as_set(one), _as_set(other)
-            if None not in sets and (sets != (one, other)) and same(*sets):
+            sets = _as_set(left), _as_set(other)
+            if None not in sets and (sets != (left, other)) and same(*sets):
                 return True
         return False
 
-    for one, other in _WARM_UP:
-        equal(read(one), read(other))
+    for left, other in _WARM_UP:
+        equal(read(left), read(other))
     gc.freeze()  # else a child's garbage collection would copy the pages shared with this process
     return read, equal
 
 
-def _differs(one: Any, other: Any) -> bool:
+def _differs(left: Any, other: Any) -> bool:
     """Whether numbers of two expressions that the library takes for equal differ by more than a relative tolerance: it
     rounds to six places, at which all tiny quantities are equal."""
     from sympy import Basic, Expr, FiniteSet, Matrix
 
-    if isinstance(one, Expr) and isinstance(other, Expr):
+    if isinstance(left, Expr) and isinstance(other, Expr):
         try:
-            a, b = complex(one), complex(other)
+            a, b = complex(left), complex(other)
         except (TypeError, ValueError, OverflowError):
             return False
         return abs(a - b) > _RELATIVE_TOLERANCE * max(abs(a), abs(b))
-    if isinstance(one, FiniteSet) and isinstance(other, FiniteSet):
-        return not all(any(not _differs(a, b) for b in other.args) for a in one.args)
-    if isinstance(one, (Basic, Matrix)) and type(one) is type(other):
-        pairs = (one.flat(), other.flat()) if isinstance(one, Matrix) else (one.args, other.args)
+    if isinstance(left, FiniteSet) and isinstance(other, FiniteSet):
+        return not all(any(not _differs(a, b) for b in other.args) for a in left.args)
+    if isinstance(left, (Basic, Matrix)) and type(left) is type(other):
+        pairs = (left.flat(), other.flat()) if isinstance(left, Matrix) else (left.args, other.args)
         return len(pairs[0]) == len(pairs[1]) and any(map(_differs, *pairs))
     return False
 

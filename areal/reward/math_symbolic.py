@@ -71,20 +71,20 @@ def symbolic_math_reward(
     `answer` cannot be read.
     """
     wanted = gold_answer(answer)
-    given = last_boxed(completion)
-    if given is None or not given.strip() or len(given) > _MAX_ANSWER_CHARS:
+    actual = last_boxed(completion)
+    if actual is None or not actual.strip() or len(actual) > _MAX_ANSWER_CHARS:
         return 0.0
-    given = _readable(given)
-    if "".join(given.split()) == "".join(wanted.split()):
+    actual = _readable(actual)
+    if "".join(actual.split()) == "".join(wanted.split()):
         return 1.0
-    (given, given_unit), (wanted, wanted_unit) = _with_unit(given), _with_unit(wanted)
+    (actual, given_unit), (wanted, wanted_unit) = _with_unit(actual), _with_unit(wanted)
     scale = ratio(given_unit, wanted_unit)
     if scale is None:
         return 0.0
-    plain = _plain_equality(given, wanted, scale)
+    plain = _plain_equality(actual, wanted, scale)
     if plain is not None:
         return float(plain)
-    scaled = given if scale == 1 else rf"\frac{{{scale.numerator}}}{{{scale.denominator}}}\cdot({given})"
+    scaled = actual if scale == 1 else rf"\frac{{{scale.numerator}}}{{{scale.denominator}}}\cdot({actual})"
     return float(_math_process().ask({"gold": wanted, "given": scaled})[0])
 
 
@@ -140,9 +140,9 @@ def _readable(text: str) -> str:
     return _BARE_ROOT.sub(r"\\sqrt{\1}", _MIXED.sub(r"\1\\frac{\2}{\3}", text))
 
 
-def _plain_equality(given: str, wanted: str, scale: Fraction) -> bool | None:
+def _plain_equality(actual: str, wanted: str, scale: Fraction) -> bool | None:
     """Whether two plain numbers are equal, without the library; None when the library has to decide."""
-    left, right = _plain_number(given), _plain_number(wanted)
+    left, right = _plain_number(actual), _plain_number(wanted)
     if left is None or right is None:
         return None
     a, b = left.value * scale, right.value
@@ -153,7 +153,7 @@ def _plain_equality(given: str, wanted: str, scale: Fraction) -> bool | None:
     # The library rounds to six places, at which all tiny quantities are equal.
     if left.is_percent == right.is_percent and abs(a - b) > _RELATIVE_TOLERANCE * max(abs(a), abs(b)):
         return False
-    return False if _WHOLE.fullmatch(given) and _WHOLE.fullmatch(wanted) else abs(a - b) <= _ABSOLUTE_TOLERANCE
+    return False if _WHOLE.fullmatch(actual) and _WHOLE.fullmatch(wanted) else abs(a - b) <= _ABSOLUTE_TOLERANCE
 
 
 def _plain_number(text: str) -> Quantity | None:
@@ -225,8 +225,8 @@ def count_reward(
     wanted = extract_answer(str(answer).strip(" []"))
     if wanted is None or parse_number(wanted) is None:
         raise InputError(f"the row's answer {str(answer)[:100]!r} is not a number", code="reward.bad_row")
-    given = _COUNT.findall(completion)
-    return float(bool(given) and answers_equal(given[-1], wanted))
+    numbers = _COUNT.findall(completion)
+    return float(bool(numbers) and answers_equal(numbers[-1], wanted))
 
 
 def vision_math_reward(
@@ -236,13 +236,13 @@ def vision_math_reward(
 
     A row's `answer` that is no formula, such as a word, must be equal as text.
     """
-    if "\\boxed" not in completion and (found := _BRACKETED.findall(completion)):
-        completion = f"\\boxed{{{found[-1]}}}"
+    if "\\boxed" not in completion and (bracketed := _BRACKETED.findall(completion)):
+        completion = f"\\boxed{{{bracketed[-1]}}}"
     try:
         return symbolic_math_reward(prompt, completion, prompt_ids, completion_ids, answer=answer)
     except InputError:
-        given, boxed = last_boxed(completion), last_boxed(str(answer))
+        actual, boxed = last_boxed(completion), last_boxed(str(answer))
         wanted = str(answer) if boxed is None else boxed
         if not wanted.strip():
             raise
-        return float(given is not None and answers_equal(given, wanted))
+        return float(actual is not None and answers_equal(actual, wanted))

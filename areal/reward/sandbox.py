@@ -102,12 +102,12 @@ class Sandbox:
         prefix = _bubblewrap(visible, limits.folder_bytes) if isolation.bubblewrap else [sys.executable]
         self._buffer = bytearray()
         self._channel, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as given:
-            given.write(stdin)
-            given.seek(0)
+        with theirs, tempfile.TemporaryFile() as file:
+            file.write(stdin)
+            file.seek(0)
             self._process = subprocess.Popen(
                 [*prefix, "-sPS", "-m", "areal.reward.sandbox_inside", str(theirs.fileno()), str(os.getpid())],
-                stdin=given,
+                stdin=file,
                 stdout=subprocess.PIPE if role == "program" else subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -314,16 +314,16 @@ class LocalRunner:
         if not self._sandboxes:
             limit_s = until_s - time.monotonic()
             with contextlib.ExitStack() as started:
-                found = [started.enter_context(self._sandbox("functions", self._source))]
+                sandboxes = [started.enter_context(self._sandbox("functions", self._source))]
                 if with_checker:
-                    found.append(started.enter_context(self._sandbox("checker", "")))
-                for sandbox in found:
+                    sandboxes.append(started.enter_context(self._sandbox("checker", "")))
+                for sandbox in sandboxes:
                     sandbox.wait_started()
                 started.pop_all()
-            self._sandboxes = found
+            self._sandboxes = sandboxes
             until_s = time.monotonic() + limit_s
             try:
-                answer = found[0].receive(until_s=until_s)
+                answer = sandboxes[0].receive(until_s=until_s)
             except SandboxEnded as error:
                 raise ProgramDoesNotLoad from error
             if not isinstance(answer, dict) or "value" not in answer:
@@ -419,10 +419,10 @@ class SandboxService:
 
     def _output(self, answer: bytes) -> Output | str:
         try:
-            found = json.loads(answer)
-            status, run = found["status"], found.get("run_result") or {}
+            fields = json.loads(answer)
+            status, run = fields["status"], fields.get("run_result") or {}
             if status == "SandboxError" or run.get("status") == "Error":
-                return f"SandboxError: {str(found.get('message'))[:200]}"
+                return f"SandboxError: {str(fields.get('message'))[:200]}"
             stdout, code = str(run.get("stdout") or ""), run.get("return_code")
             if status not in ("Success", "Failed") or not (code is None or isinstance(code, int)):
                 raise ValueError(f"status {status!r}, return_code {code!r}")
@@ -504,10 +504,10 @@ def variable(config: SandboxConfig, *, announced: bool) -> dict[str, str]:
 
 def program_runner(source: str, limits: CodeLimits) -> ProgramRunner:
     """A runner of the program `source` in the configured sandbox. The errors of `checked`."""
-    found = _of_this_process()
-    if isinstance(found, SandboxService):
-        return RemoteRunner(source, limits, found)
-    return LocalRunner(source, limits, found)
+    runner = _of_this_process()
+    if isinstance(runner, SandboxService):
+        return RemoteRunner(source, limits, runner)
+    return LocalRunner(source, limits, runner)
 
 
 @functools.cache

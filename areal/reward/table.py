@@ -69,11 +69,11 @@ class RewardTable:
 
 def reward_table(reward_fn: RewardFn | str, config: RewardConfig) -> RewardTable:
     """The table of `reward_fn` (empty = not given) and the reward section. ConfigError when they are inconsistent."""
-    given = resolve_reward_fn(reward_fn) if reward_fn else None
-    short_form = "" if given is None else reward_fn if isinstance(reward_fn, str) else str(given)
+    default = resolve_reward_fn(reward_fn) if reward_fn else None
+    short_form = "" if default is None else reward_fn if isinstance(reward_fn, str) else str(default)
     for path, text, *_ in [*below("reward", config.problems()), *selection_problems(config, short_form=short_form)]:
         raise ConfigError(f"{path}: {text}", code="reward.bad_section")
-    if given is None and not config.names_functions:
+    if default is None and not config.names_functions:
         raise ConfigError(
             "reward_fn and reward.fns are empty: name a reward function, e.g. gsm8k", code="reward.none_given"
         )
@@ -82,7 +82,7 @@ def reward_table(reward_fn: RewardFn | str, config: RewardConfig) -> RewardTable
     def terms(fns: Mapping[str, float], key: str) -> tuple[WeightedReward, ...]:
         return tuple(
             WeightedReward(
-                function=given if given is not None and name == short_form else resolve_reward_fn(name, key=key),
+                function=default if default is not None and name == short_form else resolve_reward_fn(name, key=key),
                 weight=weight,
                 metric=names[name],
                 counts_for_filter=not config.filter_on or name in config.filter_on,

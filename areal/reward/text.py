@@ -166,8 +166,8 @@ def extract_choice(text: str) -> str | None:
     if formal:
         return _sole_letter(max(formal)[1])
     for statement in _STATEMENTS:
-        if found := list(statement.finditer(text)):
-            match = found[-1]
+        if matches := list(statement.finditer(text)):
+            match = matches[-1]
             return None if _MORE.match(text, match.end()) else _letter_of(match)
     lone = [
         match

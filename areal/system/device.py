@@ -72,31 +72,31 @@ def core_ids() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
-def cpu_count(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
+def cpu_count(groups: Path = _GROUPS, process_groups: Path = _OWN_GROUPS) -> int:
     """Number of cores that this process may use: the smaller of its affinity and its container's quotas.
 
     `groups`: where control groups are mounted; `own`: Linux's list of those of this process.
     """
     cores = len(core_ids())
-    for text in _group_values({"": "cpu.max"}, groups, own):
+    for text in _group_values({"": "cpu.max"}, groups, process_groups):
         quota, _, period = text.partition(" ")
         if quota.isdigit() and period.isdigit():
             cores = min(cores, int(quota) // int(period))
     return max(1, cores)
 
 
-def host_memory_bytes(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
+def host_memory_bytes(groups: Path = _GROUPS, process_groups: Path = _OWN_GROUPS) -> int:
     """Memory that this process may use: that of the machine, or less where a control group limits it."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = _group_values({"": "memory.max", "memory": "memory.limit_in_bytes"}, groups, own)
+    limits = _group_values({"": "memory.max", "memory": "memory.limit_in_bytes"}, groups, process_groups)
     return min([total, *(int(text) for text in limits if text.isdigit())])
 
 
-def _group_values(files: Mapping[str, str], groups: Path, own: Path) -> Iterator[str]:
+def _group_values(files: Mapping[str, str], groups: Path, process_groups: Path) -> Iterator[str]:
     """The texts of a file in the control groups of this process, also the outer ones. `files`: controllers of a
     hierarchy of version 1 ("" for version 2) -> name of the file. Source: cgroup-v1/memory.rst, cgroup-v2.rst."""
     try:
-        lines = own.read_text().splitlines()
+        lines = process_groups.read_text().splitlines()
     except OSError:
         return  # not Linux
     for line in lines:

@@ -106,10 +106,10 @@ class FileRegistry:
         first_s = last.first_s if last is not None and last.changed_ns == changed_ns else now_s
         paths = sorted(folder.rglob("*.json"))
         names = [path.relative_to(self._folder).as_posix().removesuffix(".json") for path in paths]
-        found = {name: value for name, path in zip(names, paths, strict=True) if (value := _read(path)) is not None}
+        values = {name: value for name, path in zip(names, paths, strict=True) if (value := _read(path)) is not None}
         if not changed_ns or not any(entry.is_dir() for entry in os.scandir(folder)):  # whose changes it does not show
-            self._listings[prefix] = _Listing(changed_ns, first_s, now_s, found)
-        return dict(found)
+            self._listings[prefix] = _Listing(changed_ns, first_s, now_s, values)
+        return dict(values)
 
     def remove(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)
@@ -360,10 +360,10 @@ class EtcdRegistry:
                 lease = self._ensure_lease()
                 answer = self._put(key, value, lease, only_when=condition)
             if not answer.get("succeeded"):
-                found = answer["responses"][0]["response_range"]["kvs"][0]
+                pair = answer["responses"][0]["response_range"]["kvs"][0]
                 # an earlier attempt may have succeeded although its answer was lost
-                if found.get("lease") != lease or decoded(found["value"]) != value:
-                    message = f"{name} is already registered in etcd, as {decoded(found['value'])}"
+                if pair.get("lease") != lease or decoded(pair["value"]) != value:
+                    message = f"{name} is already registered in etcd, as {decoded(pair['value'])}"
                     raise LaunchError(message, code="process.name_taken")
             self._own[name] = value
             self._learn(name, int(answer["header"]["revision"]), value)
@@ -378,8 +378,8 @@ class EtcdRegistry:
         self._follow()
         below = f"{prefix.rstrip('/')}/" if prefix else ""
         with self._changed:
-            found = sorted((name, value) for name, (_, value) in self._known.items() if name.startswith(below))
-            return {name: value for name, value in found if value is not None}
+            values = sorted((name, value) for name, (_, value) in self._known.items() if name.startswith(below))
+            return {name: value for name, value in values if value is not None}
 
     def remove(self, name: str) -> None:
         key = self._key(name)
@@ -392,8 +392,8 @@ class EtcdRegistry:
         key, deadline = self._key(name), time.monotonic() + timeout_s
         while True:
             answer = self._client.call("kv/range", {"key": encoded(key)}, limit_s=max(deadline - time.monotonic(), 0.0))
-            if found := answer.get("kvs"):
-                return decoded(found[0].get("value", ""))
+            if pairs := answer.get("kvs"):
+                return decoded(pairs[0].get("value", ""))
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 message = f"{name} was not registered in etcd at {self._client.addresses} within {timeout_s:g} s"
@@ -521,11 +521,11 @@ class EtcdRegistry:
         """Compare the copy with etcd. Returns the revision of the reading."""
         answer = self._client.call("kv/range", self._range())
         revision = int(answer["header"]["revision"])
-        found = {self._name(entry): entry for entry in answer.get("kvs", [])}
+        listed = {self._name(entry): entry for entry in answer.get("kvs", [])}
         with self._changed:
-            for name in self._known.keys() - found.keys():
+            for name in self._known.keys() - listed.keys():
                 self._learn(name, revision, None)
-            for name, entry in found.items():
+            for name, entry in listed.items():
                 self._learn(name, int(entry["mod_revision"]), decoded(entry.get("value", "")))
             self._is_known = True
             self._changed.notify_all()
@@ -607,6 +607,6 @@ def has_server(registry: NameRegistry, address: str) -> bool:
 
 def _addresses(host: str) -> set[str]:
     try:
-        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+        return {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
         return set()

@@ -134,8 +134,8 @@ def seal_folder(
     marker = json.dumps({"files": sizes, "crc32": sums}).encode()
     if sync:
         write_atomic(folder / COMPLETE, marker)
-        for found in folders:
-            fsync_path(found)
+        for subfolder in folders:
+            fsync_path(subfolder)
     else:
         (folder / COMPLETE).write_bytes(marker)
 
@@ -239,9 +239,9 @@ def damage_of(folder: Path, *, part: int = 0, parts: int = 1) -> str:
         manifest = _manifest(folder)
         sizes, sums = manifest["files"], manifest.get("crc32", {})
         for name, size in sizes.items():
-            found = (folder / name).stat().st_size
-            if found != size:
-                return f"{name} has {found} bytes instead of {size}"
+            size_on_disk = (folder / name).stat().st_size
+            if size_on_disk != size:
+                return f"{name} has {size_on_disk} bytes instead of {size}"
         for name in sorted(sums)[part::parts]:
             if checksum_of(folder / name) != sums[name]:
                 return f"{name} has changed since it was written (its checksum differs)"

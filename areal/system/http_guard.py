@@ -60,8 +60,8 @@ class RequestGuard:
 
     def unauthorized(self, headers: Mapping[str, str]) -> Refusal | None:
         """The refusal of a request without the token."""
-        given = headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._expected):
+        sent = headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(sent, self._expected):
             return Refusal(401, "`Authorization: Bearer TOKEN` is required", "request.unauthorized")
         return None
 

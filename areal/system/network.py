@@ -121,8 +121,8 @@ def is_trainer(host: str, environ: Mapping[str, str]) -> bool:
 
     The launcher sets the addresses. Without any, only loopback addresses are allowed. Nothing is looked up.
     """
-    given = [part.strip() for part in environ.get(TRAINERS_VARIABLE, "").split(",") if part.strip()]
-    return host in given if given else host != "localhost" and is_loopback(host)
+    hosts = [part.strip() for part in environ.get(TRAINERS_VARIABLE, "").split(",") if part.strip()]
+    return host in hosts if hosts else host != "localhost" and is_loopback(host)
 
 
 def is_loopback(host: str) -> bool:

@@ -313,7 +313,7 @@ def kill_trees(pids: Iterable[int], grace_s: float, *, hurry: Callable[[], bool]
 def kill_rest_of_group() -> None:
     """SIGKILL all other processes of this one's group. Returns when none of them runs."""
     while others := [
-        one for pid in psutil.pids() if _is_in_own_group(pid) and (one := _process(pid)) and is_alive(one)
+        member for pid in psutil.pids() if _is_in_own_group(pid) and (member := _process(pid)) and is_alive(member)
     ]:
         for process in others:
             _send(process, signal.SIGKILL)

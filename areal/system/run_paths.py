@@ -26,9 +26,9 @@ DEFAULT_FILEROOT = Path(ClusterSpecConfig().fileroot)
 def run_folder(text: str) -> Path:
     """The folder that a command line names: a path, or else experiment_name/trial_name below the default fileroot, or
     below `runs`, the fileroot of the examples."""
-    given = Path(text).expanduser()
+    path = Path(text).expanduser()
     named = [root / text for root in (DEFAULT_FILEROOT, Path("runs"))]
-    return given if given.exists() else next(filter(Path.is_dir, named), given)
+    return path if path.exists() else next(filter(Path.is_dir, named), path)
 
 
 def existing_run(text: str) -> Path:

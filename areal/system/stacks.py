@@ -99,7 +99,7 @@ def waiting_stack(task: asyncio.Task[Any]) -> list[str]:
         frames += [text for _, text in _frames(current.get_coro())]
         waits_for: Any = getattr(current, "_fut_waiter", None)  # no public function has it before Python 3.14
         children = getattr(waits_for, "_children", [waits_for])
-        current = next((one for one in children if isinstance(one, asyncio.Task) and not one.done()), None)
+        current = next((child for child in children if isinstance(child, asyncio.Task) and not child.done()), None)
     return frames
 
 
@@ -108,8 +108,8 @@ def _place(task: asyncio.Task[Any]) -> str:
     if not frames:
         return "has ended" if task.done() else "has not started, or is not written in Python"
     deepest = frames[-1][1]
-    own = next((text for code, text in reversed(frames) if _is_own(code)), deepest)
-    return own if own == deepest else f"{own}, in {deepest}"
+    own_frame = next((text for code, text in reversed(frames) if _is_own(code)), deepest)
+    return own_frame if own_frame == deepest else f"{own_frame}, in {deepest}"
 
 
 def _frames(awaited: Any) -> list[tuple[CodeType, str]]:

@@ -82,8 +82,8 @@ class LoadBlame:
 
 def blamed(gaps: Mapping[str, LoadGap]) -> tuple[float, str]:
     """The largest significant difference of zero rates, and its kind of load; 0.0 and an empty name without one."""
-    found = [(gap.zero, name) for name, gap in gaps.items() if gap.is_significant and name not in _LATER]
-    return max(found, default=(0.0, ""))
+    significant = [(gap.zero, name) for name, gap in gaps.items() if gap.is_significant and name not in _LATER]
+    return max(significant, default=(0.0, ""))
 
 
 def load_gap(sessions: Iterable[SessionLoad]) -> LoadGap:
@@ -93,24 +93,24 @@ def load_gap(sessions: Iterable[SessionLoad]) -> LoadGap:
     load grows raises no alarm.
     """
     strata: dict[int, list[SessionLoad]] = defaultdict(list)
-    for one in sessions:
-        strata[one.version].append(one)
+    for session in sessions:
+        strata[session.version].append(session)
     observed = expected = variance = 0.0
     zeros_by_size, rewards_by_size = list[tuple[float, int]](), list[tuple[float, int]]()
     for stratum in strata.values():
-        middle = median(one.load for one in stratum)
-        much = [one for one in stratum if one.load > middle]
-        little = [one for one in stratum if one.load <= middle]
+        middle = median(session.load for session in stratum)
+        much = [session for session in stratum if session.load > middle]
+        little = [session for session in stratum if session.load <= middle]
         n, m = len(stratum), len(much)
         if min(m, n - m) < _MIN_SIDE:
             continue
-        zeros = sum(one.is_zero for one in stratum)
-        zeros_much = sum(one.is_zero for one in much)
+        zeros = sum(session.is_zero for session in stratum)
+        zeros_much = sum(session.is_zero for session in much)
         observed += zeros_much
         expected += zeros * m / n
         variance += zeros * (n - zeros) * m * (n - m) / (n * n * (n - 1))
         zeros_by_size.append((zeros_much / m - (zeros - zeros_much) / len(little), n))
-        high, low = ([one.reward for one in side if one.reward is not None] for side in (much, little))
+        high, low = ([session.reward for session in side if session.reward is not None] for side in (much, little))
         if high and low:
             rewards_by_size.append((fmean(high) - fmean(low), n))
     is_significant = variance > 0 and (observed - expected) / math.sqrt(variance) >= _SIGNIFICANT
@@ -157,8 +157,8 @@ class FinishedSession:
         """Turn id -> reward. What was reported by POST replaces what the agent returned."""
         if self._ruling != "keep":
             return {}
-        given = self.outcome.rewards | self.reported.turns
-        return {self.session.turn_of(name): value for name, value in given.items()}
+        rewards = self.outcome.rewards | self.reported.turns
+        return {self.session.turn_of(name): value for name, value in rewards.items()}
 
     @property
     def given_reward(self) -> float | None:
@@ -228,39 +228,48 @@ class FinishedSession:
         }  # fmt: skip
 
 
-def agent_group(found: Sequence[FinishedSession], config: AgentConfig) -> TrajectoryGroup:
+def agent_group(sessions: Sequence[FinishedSession], config: AgentConfig) -> TrajectoryGroup:
     """The group of the sessions of one row. Rejected when a session has no reward (agent.missing_reward): with the
     reason `agent_error` and the kind of error where the agent failed, else with one of MISSING_REWARDS.
 
     When no session has a reward, raises AgentFailed if an agent failed, and ServerUnavailable if the servers did.
     """
-    usable = [one for one in found if one.is_usable]
-    for one in found:
-        if one.outcome.message:
-            _log.debug("session %s: %s", one.session.session_id, one.outcome.message)
-    agent_error = next((one.agent_error for one in found if one.agent_error), "")
+    usable = [session for session in sessions if session.is_usable]
+    for session in sessions:
+        if session.outcome.message:
+            _log.debug("session %s: %s", session.session.session_id, session.outcome.message)
+    agent_error = next((session.agent_error for session in sessions if session.agent_error), "")
     if not usable and agent_error:
         what = "agent_error in every session" if _EXCEPTION.match(agent_error) else "no session has a reward"
         kind = _EXCEPTION.match(agent_error)
         raise AgentFailed(f"{what}: {agent_error}", kind[0] if kind else "")
-    unserved = next((one.outcome for one in found if one.outcome.status == "error" and not one.outcome.refusal), None)
+    unserved = next(
+        (session.outcome for session in sessions if session.outcome.status == "error" and not session.outcome.refusal),
+        None,
+    )
     if not usable and unserved is not None:
         raise ServerUnavailable(f"no session has a reward: {unserved.message}", code="agent.no_server")
-    least = len(found) if config.missing_reward == "reject" else min(2, len(found))
-    missing = _reason(agent_error) if agent_error else _missing_reason(found)
+    least = len(sessions) if config.missing_reward == "reject" else min(2, len(sessions))
+    missing = _reason(agent_error) if agent_error else _missing_reason(sessions)
     rejected = missing if len(usable) < least else ""
     rows: list[Trajectory] = []
-    for number, one in enumerate(usable):
-        rows += _trajectories(one, number, config)
+    for number, session in enumerate(usable):
+        rows += _trajectories(session, number, config)
     if not rows:
         rejected = rejected or "no_turns"
     return TrajectoryGroup(
         trajectories=rows,
-        stats=_stats(found, usable),
+        stats=_stats(sessions, usable),
         rejected=rejected,
         agent_error=agent_error,
-        turn_ids=[turn_id for one in usable for turn_id in one.session.transcript.turns],
-        record=json.dumps({"sessions": [one.recorded() for one in sorted(found, key=lambda one: not one.is_usable)]}),
+        turn_ids=[turn_id for session in usable for turn_id in session.session.transcript.turns],
+        record=json.dumps(
+            {
+                "sessions": [
+                    session.recorded() for session in sorted(sessions, key=lambda session: not session.is_usable)
+                ]
+            }
+        ),
     )
 
 
@@ -270,21 +279,21 @@ def _reason(agent_error: str) -> str:
     return f"{AGENT_ERROR}: {kind[0]}" if kind else AGENT_ERROR
 
 
-def _missing_reason(found: Sequence[FinishedSession]) -> str:
+def _missing_reason(sessions: Sequence[FinishedSession]) -> str:
     """The most frequent one of MISSING_REWARDS in the sessions without a reward."""
     reasons = Counter(
-        "agent_timeout" if one.outcome.status == "timeout" or one.outcome.refusal == "agent.time_budget"
-        else "turn_budget" if any(one.session.counts.refused[code] for code in BUDGET_CODES)
-        else "no_turns" if one.given_reward is not None
+        "agent_timeout" if session.outcome.status == "timeout" or session.outcome.refusal == "agent.time_budget"
+        else "turn_budget" if any(session.session.counts.refused[code] for code in BUDGET_CODES)
+        else "no_turns" if session.given_reward is not None
         else "no_reward"
-        for one in found if not one.is_usable
+        for session in sessions if not session.is_usable
     )  # fmt: skip
     return reasons.most_common(1)[0][0] if reasons else "no_reward"
 
 
-def _trajectories(one: FinishedSession, number: int, config: AgentConfig) -> list[Trajectory]:
-    transcript, rewards = one.session.transcript, one.turn_rewards
-    total = one.reward
+def _trajectories(session: FinishedSession, number: int, config: AgentConfig) -> list[Trajectory]:
+    transcript, rewards = session.session.transcript, session.turn_rewards
+    total = session.reward
     assert total is not None
     values = turn_values(list(transcript.turns), total - sum(rewards.values()), rewards, discount=config.turn_discount)
     return trajectories(
@@ -293,46 +302,46 @@ def _trajectories(one: FinishedSession, number: int, config: AgentConfig) -> lis
         reward=total,
         turn_rewards=values,
         session=number,
-        reward_parts=one.parts,
+        reward_parts=session.parts,
     )
 
 
-def _stats(found: Sequence[FinishedSession], usable: Sequence[FinishedSession]) -> dict[str, float]:
+def _stats(sessions: Sequence[FinishedSession], usable: Sequence[FinishedSession]) -> dict[str, float]:
     """Means over the sessions of the row; counts per session."""
-    counts = [one.session.counts for one in found]
-    size = len(found)
+    counts = [session.session.counts for session in sessions]
+    size = len(sessions)
 
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values) if values else 0.0
 
     stats = {
-        "reward": mean([one.reward or 0.0 for one in usable]),
+        "reward": mean([session.reward or 0.0 for session in usable]),
         "no_reward": 1 - len(usable) / size,
-        "agent_errors": mean([one.outcome.status in ("error", "died") for one in found]),
-        "agent_timeouts": mean([one.outcome.status == "timeout" for one in found]),
-        "num_turns": mean([one.turns for one in counts]),
-        "tool_calls": mean([one.tool_calls for one in counts]),
-        "malformed_tool_calls": mean([one.malformed_calls for one in counts]),
-        "format_errors": mean([one.format_errors for one in counts]),
-        "cut_answers": mean([one.cut_answers for one in counts]),
-        "output_tokens": mean([one.generated_tokens for one in counts]),
-        "budget_stops": mean([any(one.refused[code] for code in BUDGET_CODES) for one in counts]),
-        "forks": mean([one.session.transcript.num_forks for one in found]),
-        "drifts": mean([one.session.transcript.num_drifts for one in found]),
-        "retries": mean([one.retries for one in counts]),
-        "server_failures": mean([one.failures for one in counts]),
-        "other_sampling": mean([one.other_sampling for one in counts]),
-        "queue_s": mean([one.queue_s for one in counts]),
-        "open_sessions": mean([one.num_open for one in found]),
+        "agent_errors": mean([session.outcome.status in ("error", "died") for session in sessions]),
+        "agent_timeouts": mean([session.outcome.status == "timeout" for session in sessions]),
+        "num_turns": mean([count.turns for count in counts]),
+        "tool_calls": mean([count.tool_calls for count in counts]),
+        "malformed_tool_calls": mean([count.malformed_calls for count in counts]),
+        "format_errors": mean([count.format_errors for count in counts]),
+        "cut_answers": mean([count.cut_answers for count in counts]),
+        "output_tokens": mean([count.generated_tokens for count in counts]),
+        "budget_stops": mean([any(count.refused[code] for code in BUDGET_CODES) for count in counts]),
+        "forks": mean([session.session.transcript.num_forks for session in sessions]),
+        "drifts": mean([session.session.transcript.num_drifts for session in sessions]),
+        "retries": mean([count.retries for count in counts]),
+        "server_failures": mean([count.failures for count in counts]),
+        "other_sampling": mean([count.other_sampling for count in counts]),
+        "queue_s": mean([count.queue_s for count in counts]),
+        "open_sessions": mean([session.num_open for session in sessions]),
     }
     if usable:
-        stats["zero_reward"] = mean([one.reward == 0 for one in usable])
+        stats["zero_reward"] = mean([session.reward == 0 for session in usable])
     named: dict[str, list[float]] = {}
-    for one in found:
-        for name, value in {**one.outcome.metrics, **one.source_stats}.items():
+    for session in sessions:
+        for name, value in {**session.outcome.metrics, **session.source_stats}.items():
             named.setdefault(name, []).append(value)
-    for one in usable:
-        for name, value in {**one.outcome.parts, **one.reported.parts}.items():
+    for session in usable:
+        for name, value in {**session.outcome.parts, **session.reported.parts}.items():
             named.setdefault(f"reward/{name}", []).append(value)
     return stats | {name: mean(values) for name, values in named.items()}
 
@@ -435,7 +444,7 @@ class SessionWorkflow(RolloutWorkflow):
         journal = None if self._is_evaluation else services.journal
         group_id = uuid4().hex
         runs = [self._run_sessions(engine, data, group_id) for _ in range(self._num_samples)]
-        finished = [one for some in await gather_or_cancel(runs) for one in some]
+        finished = [session for some in await gather_or_cancel(runs) for session in some]
         if not finished:  # the trained player had no turn
             return TrajectoryGroup(trajectories=[], rejected="no_turns")
         if journal is not None:
@@ -448,8 +457,10 @@ class SessionWorkflow(RolloutWorkflow):
     def _blamed(self, finished: Sequence[FinishedSession]) -> dict[str, float]:
         """The difference of zero rewards under load, over the newest sessions, and that for each kind of load; 0 = not
         beyond chance. A session whose agent failed has no reward, so it is in no rate."""
-        for one in (one for one in finished if not one.agent_error):
-            self._blame.add(is_zero=one.is_zero, reward=one.reward, version=one.session.version, loads=one.loads)
+        for session in (session for session in finished if not session.agent_error):
+            self._blame.add(
+                is_zero=session.is_zero, reward=session.reward, version=session.session.version, loads=session.loads
+            )
         gaps = self._blame.gaps()
         gap, kind = blamed(gaps)
         if gap and not self._has_blamed:
@@ -460,8 +471,8 @@ class SessionWorkflow(RolloutWorkflow):
                 100 * gap,
             )
         self._has_blamed = gap > 0
-        zeros = {f"zero_gap/{name}": found.zero for name, found in gaps.items()}
-        rewards = {f"reward_gap/{name}": found.reward for name, found in gaps.items()}
+        zeros = {f"zero_gap/{name}": gap.zero for name, gap in gaps.items()}
+        rewards = {f"reward_gap/{name}": gap.reward for name, gap in gaps.items()}
         return {"zeros_by_load": gap, **zeros, **rewards}
 
     def _new_session(self, engine: InferenceEngine, group_id: str) -> Session:
@@ -479,17 +490,17 @@ class SessionWorkflow(RolloutWorkflow):
     async def _finished(
         self, entry: Entry, outcome: AgentOutcome, row: dict[str, Any], num_open: int
     ) -> FinishedSession:
-        found = FinishedSession(
+        session = FinishedSession(
             session=entry.session,
             outcome=outcome,
             reported=entry.reported,
             num_open=num_open,
             budget_reward=self._config.budget_reward,
         )
-        if found.wants_score and self._scorer is not None and entry.session.last_answer is not None:
-            found.score = await self._score(self._scorer, entry.session, row)
-            found.source_stats = self._scorer.stats(row, [found.score], reward=found.score.reward)
-        return found
+        if session.wants_score and self._scorer is not None and entry.session.last_answer is not None:
+            session.score = await self._score(self._scorer, entry.session, row)
+            session.source_stats = self._scorer.stats(row, [session.score], reward=session.score.reward)
+        return session
 
     async def _score(self, scorer: Scorer, session: Session, row: dict[str, Any]) -> Score:
         """The result of the reward functions for the last answer. They get the whole dialogue as `messages`."""
@@ -502,8 +513,8 @@ class SessionWorkflow(RolloutWorkflow):
             "messages": session.last_messages,
             "format_errors": session.counts.format_errors,
         }
-        (found,) = await scorer.score(self.tokenizer.decode(list(written)), context_ids, texts, columns)
-        return found
+        (score,) = await scorer.score(self.tokenizer.decode(list(written)), context_ids, texts, columns)
+        return score
 
     def notice(self) -> str:
         """What the chat template does between turns, before the first one."""

@@ -156,7 +156,7 @@ class Conversation:
     def _rendered(self, messages: list[dict[str, Any]]) -> list[int]:
         if self._images is not None:
             messages = list(self._images.stored(messages))
-        elif any(part.get("type") == "image" for one in messages for part in parts_of(one)):
+        elif any(part.get("type") == "image" for message in messages for part in parts_of(message)):
             text = "the messages have images, and the policy takes text only"
             raise InputError(text, code="agent.multimodal")
         token_ids = tokens_after_answer(self.tokenizer, messages, enable_thinking=self._enable_thinking)
@@ -267,9 +267,9 @@ async def score(episode: Episode, conversation: Conversation) -> Score:
     answer = conversation.last_answer
     context = conversation.context_of(answer)
     texts = [(answer.text, answer.token_ids)]
-    (found,) = await episode.scorer.score(context.text, context.token_ids, texts, episode.row)
-    episode.errors.append(found.num_errors)
-    return found
+    (score,) = await episode.scorer.score(context.text, context.token_ids, texts, episode.row)
+    episode.errors.append(score.num_errors)
+    return score
 
 
 class ConversationWorkflow(ScoredWorkflow):
@@ -292,17 +292,17 @@ class ConversationWorkflow(ScoredWorkflow):
         episode = Episode(engine=engine, row=data, settings=settings_of_row(self._settings, data), scorer=self._scorer)
         refs = () if self.images is None else await self.images.stored(prompt.images)
         conversations = [self._conversation(prompt, refs) for _ in range(self._num_samples)]
-        found = await gather_or_cancel([self.converse(episode, one) for one in conversations])
-        scores = [_checked(one) for one in found]
+        returned = await gather_or_cancel([self.converse(episode, conversation) for conversation in conversations])
+        scores = [_checked(score) for score in returned]
         trajectories: list[Trajectory] = [
-            conversation.to_trajectory(one.reward, reward_parts=one.parts)
-            for conversation, one in zip(conversations, scores, strict=True)
+            conversation.to_trajectory(score.reward, reward_parts=score.parts)
+            for conversation, score in zip(conversations, scores, strict=True)
         ]
         stats = group_stats(trajectories, num_errors=sum(episode.errors))
         stats["num_turns"] = sum(len(conversation.answers) for conversation in conversations) / len(conversations)
         stats |= self._scorer.stats(data, scores, reward=stats["reward"])
         return TrajectoryGroup(
-            trajectories=trajectories, stats=stats, filter_rewards=[one.filter_reward for one in scores]
+            trajectories=trajectories, stats=stats, filter_rewards=[score.filter_reward for score in scores]
         )
 
     def _conversation(self, prompt: EncodedPrompt, refs: Sequence[ImageRef]) -> Conversation:
@@ -346,14 +346,14 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
 
 
 def _calls(pieces: Sequence[Piece], style: AnswerStyle) -> list[ToolCall]:
-    found: list[ToolCall] = []
+    calls: list[ToolCall] = []
     for piece in pieces:
         if isinstance(piece, Call):
-            found.append(ToolCall(name=piece.name, arguments=json.loads(piece.arguments)))
+            calls.append(ToolCall(name=piece.name, arguments=json.loads(piece.arguments)))
         elif isinstance(piece, Broken):
             problem = 'a call must be {"name": ..., "arguments": {...}}' if style.name == "hermes" else "malformed call"
-            found.append(ToolCall(name="", problem=problem))
-    return found
+            calls.append(ToolCall(name="", problem=problem))
+    return calls
 
 
 def _calls_of_last(episode: Episode, conversation: Conversation, tools: Sequence[Tool]) -> list[ToolCall]:

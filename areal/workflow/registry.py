@@ -56,7 +56,7 @@ def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
     parameters = constructor_parameters(made)
     raise_problems(list(constructor_problems(config, parameters)))
     names_none = not config.reward_fn and not config.reward.names_functions
-    given: dict[str, Any] = {
+    offered: dict[str, Any] = {
         "reward_fn": "none" if names_none and config.reward_model is not None else config.reward_fn,
         "gconfig": config.gconfig,
         "tokenizer": tokenizer,
@@ -65,11 +65,11 @@ def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
         "agent_config": config.agent,
         "images": PromptImages.of(config, tokenizer) if "images" in parameters else None,
     }
-    assert set(given) <= set(CONSTRUCTOR_ARGUMENTS)
+    assert set(offered) <= set(CONSTRUCTOR_ARGUMENTS)
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    arguments = {name: value for name, value in given.items() if takes_all or name in parameters}
+    arguments = {name: value for name, value in offered.items() if takes_all or name in parameters}
     has_default = "reward_fn" in parameters and parameters["reward_fn"].default is not inspect.Parameter.empty
-    if has_default and not given["reward_fn"] and not config.reward.names_functions:
+    if has_default and not offered["reward_fn"] and not config.reward.names_functions:
         del arguments["reward_fn"]
     try:
         workflow = made(**arguments, **config.workflow_args)

@@ -77,10 +77,10 @@ class MultiTurnWorkflow(ConversationWorkflow):
     async def converse(self, episode: Episode, conversation: Conversation) -> Score:
         for turn in range(self._max_turns):
             await generate(episode, conversation)
-            found = await score(episode, conversation)
-            is_last = found.filter_reward != 0 or turn + 1 == self._max_turns
+            scored = await score(episode, conversation)
+            is_last = scored.filter_reward != 0 or turn + 1 == self._max_turns
             if is_last or not conversation.add_turn(self._retry_ids):
-                return found.scaled(self._turn_discount**turn)
+                return scored.scaled(self._turn_discount**turn)
         raise AssertionError("max_turns is at least 1")
 
     def prompt(self, row: dict[str, Any]) -> EncodedPrompt:
@@ -138,7 +138,9 @@ class RLVRWorkflow(ScoredWorkflow):
             ]
         )
         decode = self.tokenizer.decode
-        answers = [(decode([*one.output_ids], skip_special_tokens=True), one.output_ids) for one in responses]
+        answers = [
+            (decode([*response.output_ids], skip_special_tokens=True), response.output_ids) for response in responses
+        ]
         scores = await self._scorer.score(prompt.text, prompt_ids, answers, data)
         greedy = scores.pop() if self._greedy_baseline else None
         baseline = None if greedy is None else greedy.reward

@@ -40,9 +40,9 @@ def request_settings(
 ) -> GenerationHyperparameters:
     """The sampling settings of one request: one sample; the eos and pad tokens of the tokenizer, the ends of its chat
     template and `ends` also end an answer."""
-    own = [token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None]
-    own += sorted(stop_token_ids(tokenizer))
-    return replace(gconfig, n_samples=1, stop_token_ids=list(dict.fromkeys([*gconfig.stop_token_ids, *own, *ends])))
+    end_ids = [token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None]
+    end_ids += sorted(stop_token_ids(tokenizer))
+    return replace(gconfig, n_samples=1, stop_token_ids=list(dict.fromkeys([*gconfig.stop_token_ids, *end_ids, *ends])))
 
 
 def settings_for_length(
@@ -253,11 +253,11 @@ class Scorer:
 
     def stats(self, row: Mapping[str, Any], scores: Sequence[Score], *, reward: float) -> dict[str, float]:
         """Mean of each metric over the scores that have it, and the `reward` of the group under its source."""
-        found: dict[str, list[float]] = {}
+        values_by_name: dict[str, list[float]] = {}
         for score in scores:
             for name, value in score.metrics.items():
-                found.setdefault(f"reward/{name}", []).append(value)
-        stats = {name: sum(values) / len(values) for name, values in found.items()}
+                values_by_name.setdefault(f"reward/{name}", []).append(value)
+        stats = {name: sum(values) / len(values) for name, values in values_by_name.items()}
         source = self._table.source(row)
         return stats | {f"reward_by_source/{source}": reward} if source else stats
 

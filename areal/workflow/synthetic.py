@@ -38,7 +38,10 @@ class SyntheticWorkflow(RolloutWorkflow):
         group_id = uuid4().hex
         settings = [replace(self._settings, max_new_tokens=length) for length in lengths]
         responses = await engine.agenerate_group(
-            [new_request(prompt_ids, one, group_id=group_id, number=number) for number, one in enumerate(settings)]
+            [
+                new_request(prompt_ids, setting, group_id=group_id, number=number)
+                for number, setting in enumerate(settings)
+            ]
         )
         rewards = [float(rng.randrange(2)) for _ in responses]
         trajectories = single_turn_rows(prompt_ids, responses, rewards)

@@ -41,9 +41,9 @@ def is_trainer(host: str, environ: Mapping[str, str]) -> bool:
 
     The launcher sets the addresses. Without any, only loopback addresses are allowed. Nothing is looked up.
     """
-    given = [part.strip() for part in environ.get(TRAINERS_VARIABLE, "").split(",") if part.strip()]
-    if given:
-        return host in given
+    hosts = [part.strip() for part in environ.get(TRAINERS_VARIABLE, "").split(",") if part.strip()]
+    if hosts:
+        return host in hosts
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

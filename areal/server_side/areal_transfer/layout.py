@@ -34,12 +34,12 @@ def bucket_bytes(dtypes: list[str], shapes: list[list[int]]) -> int:
 def views(buffer: Tensor, dtypes: list[str], shapes: list[list[int]]) -> list[Tensor]:
     """Each weight of a bucket as a tensor over the bytes of `buffer` [uint8], without copying. ValueError when they do
     not fit."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for dtype, shape, (start, size) in zip(dtypes, shapes, _places(dtypes, shapes), strict=True):
         if start + size > buffer.numel():
             raise ValueError(f"a bucket of more than {start + size - 1} bytes does not fit into {buffer.numel()}")
-        found.append(buffer[start : start + size].view(torch_dtype(dtype)).view(shape))
-    return found
+        tensors.append(buffer[start : start + size].view(torch_dtype(dtype)).view(shape))
+    return tensors
 
 
 def is_finite(value: Tensor) -> bool:
