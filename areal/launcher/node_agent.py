@@ -110,7 +110,7 @@ class NodeAgent:
             for message in self._receive(_LOOK_S):
                 if isinstance(message, Open):
                     began_s = time.monotonic()
-                    error = _folder_problem(message)
+                    error = folder_problem(message, self._silence_s / 2)
                     code, seconds = "launch.folder_not_shared" if error else "", time.monotonic() - began_s
                     self._send(Reply(id=message.id, error=error, code=code, seconds=seconds))
                     if not error:
@@ -230,10 +230,16 @@ def _prepared(hello: Hello) -> Facts:
     )
 
 
-def _folder_problem(run: Open) -> str:
-    """Why the launcher's run folder is not usable here; empty when it is."""
+def folder_problem(run: Open, limit_s: float) -> str:
+    """Why the launcher's run folder is not usable here; empty when it is.
+
+    A client of NFS that has looked for the folder before remembers for a while that it does not exist.
+    """
     folder = Path(run.run_dir)
     advice = "cluster.fileroot must be a folder that all nodes share"
+    until_s = time.monotonic() + limit_s
+    while not (folder / run.probe).exists() and time.monotonic() < until_s:
+        time.sleep(0.05)
     try:
         text = (folder / run.probe).read_text()
         write_atomic(folder / f"{run.probe}.{socket.gethostname()}", run.probe_text.encode())

@@ -14,7 +14,7 @@ import pytest
 from areal.api.config.launcher import SlurmConfig
 from areal.api.errors import LaunchError
 from areal.launcher.job import moved
-from areal.launcher.node_agent import own_address
+from areal.launcher.node_agent import folder_problem, own_address
 from areal.launcher.node_link import CommandTransport, NodeLink, agent_command
 from areal.launcher.node_messages import TO_AGENT, Hello, Open, Start
 from areal.launcher.nodes import NodeChoice, NodesBackend
@@ -101,8 +101,21 @@ def test_a_run_folder_that_is_another_one_there_is_refused(link, tmp_path):
     """Each node has a private /dev/shm, as folders that only look shared."""
     private = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{tmp_path}" && exec {" ".join(AGENT)}')
     with raises_code("launch.folder_not_shared", "node2"):
-        link("node2", private)
+        link("node2", private, silence_s=1.0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_agent_waits_for_a_run_folder_that_its_node_does_not_see_yet(tmp_path, monkeypatch):
+    """As a client of NFS that remembers that the folder did not exist."""
+    folder = tmp_path / "run"
+
+    def seen(seconds):
+        folder.mkdir()
+        (folder / "probe").write_text("x")
+
+    monkeypatch.setattr(time, "sleep", seen)
+    run = Open(id=0, run_dir=str(folder), secrets={}, probe="probe", probe_text="x")
+    assert folder_problem(run, limit_s=60.0) == ""
 
 
 def test_a_process_runs_in_the_container_of_its_agent(link, tmp_path, monkeypatch):
@@ -220,7 +233,7 @@ def test_a_transport_that_fails_names_the_node_and_its_last_error(link):
 
 def test_a_node_without_the_folder_is_refused(link):
     with raises_code("launch.folder_not_shared"):
-        link(folder="/nowhere/at/all")
+        link(folder="/nowhere/at/all", silence_s=1.0)
 
 
 def test_a_node_that_cannot_resolve_its_peers_is_refused(link):
