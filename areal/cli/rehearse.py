@@ -269,11 +269,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         if "no reward" in scenario["problems"] and facts["good_reward"] is None:
             lines.append(f"    {MISSING_REWARDS['no_reward']}")
         if scenario["problems"]:
-            caught = (
-                []
-                if scenario["message"] or not scenario["last_error"]
-                else [f"the agent caught {scenario['last_error']}"]
-            )
+            is_shown = scenario["last_error"] and not scenario["message"]
+            caught = [f"the agent caught {scenario['last_error']}"] if is_shown else []
             lines += [f"    {text}" for text in (scenario["message"], *scenario["leaks"], *caught) if text]
     if not facts["good_reward"]:
         lines.append(

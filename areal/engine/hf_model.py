@@ -218,7 +218,7 @@ def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 @contextmanager
 def _replaced_parameters(module: nn.Module, own_parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Inside the block the module has the parameters `own`, and others of it and of its children have no memory.
+    """Inside the block the module has `own_parameters`, and others of it and of its children have no memory.
 
     A rule may also draw weights of children, and on sharded ones that is a collective.
     """

@@ -29,7 +29,7 @@ class ImageInput:
     """[T] int64: number of the image of a placeholder, else -1; where the placeholders attend to each other."""
 
     def of_tokens(self, select: Callable[[Tensor], Tensor]) -> "ImageInput":
-        """The same for some tokens of the row, of which the others may be padding. `own`: their values, of those of
+        """The same for some tokens of the row, of which the others may be padding. `select`: their values, of those of
         all. Every rank has all images."""
         return self if self.vector_of is None else replace(self, vector_of=select(self.vector_of))
 

@@ -456,11 +456,7 @@ class RayCluster:
     ) -> tuple[str, Place]:
         """A node for a process, if possible not the one that it lost. LaunchError when none has room."""
         in_use = [Place(machine=living[actor.node_id], gpus=actor.place.gpus) for actor in others]
-        kept = {
-            node_of_actor: machine
-            for node_of_actor, machine in living.items()
-            if before is None or node_of_actor != before.node_id
-        }
+        kept = {name: machine for name, machine in living.items() if before is None or name != before.node_id}
         limit = self._config.n_gpus_per_node
         for nodes in (kept, living):
             place = place_again(self._planned_place(planned), list(nodes.values()), in_use, gpu_limit=limit)

@@ -234,27 +234,26 @@ def agent_group(sessions: Sequence[FinishedSession], config: AgentConfig) -> Tra
 
     When no session has a reward, raises AgentFailed if an agent failed, and ServerUnavailable if the servers did.
     """
-    usable = [session for session in sessions if session.is_usable]
-    for session in sessions:
-        if session.outcome.message:
-            _log.debug("session %s: %s", session.session.session_id, session.outcome.message)
-    agent_error = next((session.agent_error for session in sessions if session.agent_error), "")
+    usable = [finished for finished in sessions if finished.is_usable]
+    unusable = [finished for finished in sessions if not finished.is_usable]
+    for finished in sessions:
+        if finished.outcome.message:
+            _log.debug("session %s: %s", finished.session.session_id, finished.outcome.message)
+    agent_error = next((finished.agent_error for finished in sessions if finished.agent_error), "")
     if not usable and agent_error:
         what = "agent_error in every session" if _EXCEPTION.match(agent_error) else "no session has a reward"
         kind = _EXCEPTION.match(agent_error)
         raise AgentFailed(f"{what}: {agent_error}", kind[0] if kind else "")
-    unserved = next(
-        (session.outcome for session in sessions if session.outcome.status == "error" and not session.outcome.refusal),
-        None,
-    )
+    outcomes = [finished.outcome for finished in sessions]
+    unserved = next((outcome for outcome in outcomes if outcome.status == "error" and not outcome.refusal), None)
     if not usable and unserved is not None:
         raise ServerUnavailable(f"no session has a reward: {unserved.message}", code="agent.no_server")
     least = len(sessions) if config.missing_reward == "reject" else min(2, len(sessions))
     missing = _reason(agent_error) if agent_error else _missing_reason(sessions)
     rejected = missing if len(usable) < least else ""
     rows: list[Trajectory] = []
-    for number, session in enumerate(usable):
-        rows += _trajectories(session, number, config)
+    for number, finished in enumerate(usable):
+        rows += _trajectories(finished, number, config)
     if not rows:
         rejected = rejected or "no_turns"
     return TrajectoryGroup(
@@ -262,14 +261,8 @@ def agent_group(sessions: Sequence[FinishedSession], config: AgentConfig) -> Tra
         stats=_stats(sessions, usable),
         rejected=rejected,
         agent_error=agent_error,
-        turn_ids=[turn_id for session in usable for turn_id in session.session.transcript.turns],
-        record=json.dumps(
-            {
-                "sessions": [
-                    session.recorded() for session in sorted(sessions, key=lambda session: not session.is_usable)
-                ]
-            }
-        ),
+        turn_ids=[turn_id for finished in usable for turn_id in finished.session.transcript.turns],
+        record=json.dumps({"sessions": [finished.recorded() for finished in [*usable, *unusable]]}),
     )
 
 
@@ -282,18 +275,18 @@ def _reason(agent_error: str) -> str:
 def _missing_reason(sessions: Sequence[FinishedSession]) -> str:
     """The most frequent one of MISSING_REWARDS in the sessions without a reward."""
     reasons = Counter(
-        "agent_timeout" if session.outcome.status == "timeout" or session.outcome.refusal == "agent.time_budget"
-        else "turn_budget" if any(session.session.counts.refused[code] for code in BUDGET_CODES)
-        else "no_turns" if session.given_reward is not None
+        "agent_timeout" if finished.outcome.status == "timeout" or finished.outcome.refusal == "agent.time_budget"
+        else "turn_budget" if any(finished.session.counts.refused[code] for code in BUDGET_CODES)
+        else "no_turns" if finished.given_reward is not None
         else "no_reward"
-        for session in sessions if not session.is_usable
+        for finished in sessions if not finished.is_usable
     )  # fmt: skip
     return reasons.most_common(1)[0][0] if reasons else "no_reward"
 
 
-def _trajectories(session: FinishedSession, number: int, config: AgentConfig) -> list[Trajectory]:
-    transcript, rewards = session.session.transcript, session.turn_rewards
-    total = session.reward
+def _trajectories(finished: FinishedSession, number: int, config: AgentConfig) -> list[Trajectory]:
+    transcript, rewards = finished.session.transcript, finished.turn_rewards
+    total = finished.reward
     assert total is not None
     values = turn_values(list(transcript.turns), total - sum(rewards.values()), rewards, discount=config.turn_discount)
     return trajectories(
@@ -302,23 +295,23 @@ def _trajectories(session: FinishedSession, number: int, config: AgentConfig) ->
         reward=total,
         turn_rewards=values,
         session=number,
-        reward_parts=session.parts,
+        reward_parts=finished.parts,
     )
 
 
 def _stats(sessions: Sequence[FinishedSession], usable: Sequence[FinishedSession]) -> dict[str, float]:
     """Means over the sessions of the row; counts per session."""
-    counts = [session.session.counts for session in sessions]
+    counts = [finished.session.counts for finished in sessions]
     size = len(sessions)
 
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values) if values else 0.0
 
     stats = {
-        "reward": mean([session.reward or 0.0 for session in usable]),
+        "reward": mean([finished.reward or 0.0 for finished in usable]),
         "no_reward": 1 - len(usable) / size,
-        "agent_errors": mean([session.outcome.status in ("error", "died") for session in sessions]),
-        "agent_timeouts": mean([session.outcome.status == "timeout" for session in sessions]),
+        "agent_errors": mean([finished.outcome.status in ("error", "died") for finished in sessions]),
+        "agent_timeouts": mean([finished.outcome.status == "timeout" for finished in sessions]),
         "num_turns": mean([count.turns for count in counts]),
         "tool_calls": mean([count.tool_calls for count in counts]),
         "malformed_tool_calls": mean([count.malformed_calls for count in counts]),
@@ -326,22 +319,22 @@ def _stats(sessions: Sequence[FinishedSession], usable: Sequence[FinishedSession
         "cut_answers": mean([count.cut_answers for count in counts]),
         "output_tokens": mean([count.generated_tokens for count in counts]),
         "budget_stops": mean([any(count.refused[code] for code in BUDGET_CODES) for count in counts]),
-        "forks": mean([session.session.transcript.num_forks for session in sessions]),
-        "drifts": mean([session.session.transcript.num_drifts for session in sessions]),
+        "forks": mean([finished.session.transcript.num_forks for finished in sessions]),
+        "drifts": mean([finished.session.transcript.num_drifts for finished in sessions]),
         "retries": mean([count.retries for count in counts]),
         "server_failures": mean([count.failures for count in counts]),
         "other_sampling": mean([count.other_sampling for count in counts]),
         "queue_s": mean([count.queue_s for count in counts]),
-        "open_sessions": mean([session.num_open for session in sessions]),
+        "open_sessions": mean([finished.num_open for finished in sessions]),
     }
     if usable:
-        stats["zero_reward"] = mean([session.reward == 0 for session in usable])
+        stats["zero_reward"] = mean([finished.reward == 0 for finished in usable])
     named: dict[str, list[float]] = {}
-    for session in sessions:
-        for name, value in {**session.outcome.metrics, **session.source_stats}.items():
+    for finished in sessions:
+        for name, value in {**finished.outcome.metrics, **finished.source_stats}.items():
             named.setdefault(name, []).append(value)
-    for session in usable:
-        for name, value in {**session.outcome.parts, **session.reported.parts}.items():
+    for finished in usable:
+        for name, value in {**finished.outcome.parts, **finished.reported.parts}.items():
             named.setdefault(f"reward/{name}", []).append(value)
     return stats | {name: mean(values) for name, values in named.items()}
 

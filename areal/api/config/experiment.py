@@ -251,9 +251,7 @@ class Sweep:
 
     def run_words(self, trial: str) -> list[list[str]]:
         """The command line of each run. `trial`: the name that theirs extend."""
-        return [
-            [*self.words, *overrides, f"trial_name={trial}_{index}"] for index, overrides in enumerate(self.overrides)
-        ]
+        return [[*self.words, *words, f"trial_name={trial}_{index}"] for index, words in enumerate(self.overrides)]
 
 
 def read_sweep(words: Sequence[str]) -> Sweep:
@@ -382,14 +380,7 @@ class BaseExperimentConfig:
     def _backend(self, *, of_servers: bool) -> str:
         """Backend of the servers, or of the trainers; empty if allocation_mode has none of them or is invalid."""
         try:
-            return next(
-                (
-                    allocation.backend
-                    for allocation in self.allocation.allocations
-                    if allocation.is_inference == of_servers
-                ),
-                "",
-            )
+            return next((part.backend for part in self.allocation.allocations if part.is_inference == of_servers), "")
         except AllocationError:
             return ""
 
@@ -773,7 +764,7 @@ def _unequal(path: str, value: object, other: str, expected: object) -> tuple[st
 
 
 def with_followers(cls: type[Any], tree: dict[str, Any]) -> dict[str, Any]:
-    """`given`, in which options that follow another one have its value unless they are given.
+    """`tree`, in which options that follow another one have its value unless they are given.
 
     With a reference, actor.kl_ctl is KL_WITH_REFERENCE unless it is given.
     """
@@ -963,7 +954,7 @@ KINDS: dict[Kind, str] = {
 
 
 def kind_of(tree: Mapping[str, Any], *, allow_unknown: bool = False) -> Kind:
-    """The class of the top-level keys `given`. ConfigError when they belong to several kinds.
+    """The class of the top-level keys of `tree`. ConfigError when they belong to several kinds.
 
     `model` alone is a reward model with train_dataset.type=rw, else SFT; `actor` alone is DPO with it, else GRPO.
     `allow_unknown`: a script may define keys too, so the kind with most of the keys is chosen.

@@ -466,7 +466,7 @@ def nearest(root: type[Any], section: str, below: type[Any], key: str) -> str:
 
 
 def with_defaults(cls: type[Any], written: dict[str, Any], instance: Any = None) -> dict[str, Any]:
-    """`given` laid over the values of `instance`, or else over the defaults of `cls`, as plain mappings and lists.
+    """`written` laid over the values of `instance`, or else over the defaults of `cls`, as plain mappings and lists.
 
     A section that is null by default takes the defaults of its class once `given` holds a key of it. So does every
     mapping in a list of sections. A list replaces the default list as a whole.

@@ -62,7 +62,7 @@ def conflicts(config: Any, written: Mapping[str, Any] | None = None, prefix: str
 
 
 def converted(cls: type[T], fields: Mapping[str, Any], base: T | None = None) -> tuple[T | None, list[ConfigProblem]]:
-    """The instance of `cls` with the values of `given` over those of `base` (None = the defaults), and what is wrong.
+    """The instance of `cls` with the values of `fields` over those of `base` (None = the defaults), and what is wrong.
 
     A wrong value is left out, so that the default takes its place. None: a value is missing that has no default.
     """
@@ -85,7 +85,7 @@ class _Conversion:
         self._root = root
 
     def section(self, cls: type[T], fields: Mapping[Any, Any], path: str, base: T | None = None) -> T | None:
-        """The section at `path`: `given` over `base`. None when a value is missing that has no default."""
+        """The section at `path`: `fields` over `base`. None when a value is missing that has no default."""
         specs, values = fields_of(cls), dict[str, Any]()
         prefix = f"{path}." if path else ""
         for key, value in fields.items():
