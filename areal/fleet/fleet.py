@@ -354,8 +354,9 @@ def _check_ids(ids: Sequence[int], vocab_size: int, where: str, fix: str) -> Non
 # Streamed parts share a call with those of the same prompt; short ones, which are not streamed, also with those of
 # other prompts.
 
-MAX_MERGED_PARTS = 64
-"""Parts of short answers in one call, whose reply is read in one turn of the event loop."""
+MAX_MERGED_PARTS = 512
+"""Parts of short answers in one call, whose reply is read in one turn of the event loop. They begin in one step of the
+server: those of several calls begin in several steps, each of which computes prompts beside the answers before."""
 MAX_MERGED_TOKENS = 4096
 """Prompt tokens of a call for several prompts. A server accepts more."""
 
