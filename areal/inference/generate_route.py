@@ -352,8 +352,9 @@ class GenerateRoute:
         return [call.sequence for call in calls]
 
     async def _ended(self, calls: list[Call]) -> None:
-        while missing := [call for call in calls if call.sequence.finish is None]:
-            await self._change(missing)
+        for call in calls:  # one after another: each is looked at once, however many deliveries there are
+            while call.sequence.finish is None:
+                await self._change([call])
 
     @contextmanager
     def _submitted(self, sequences: list[Sequence]) -> Iterator[None]:

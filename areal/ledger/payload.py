@@ -194,13 +194,20 @@ def _short_body(
     loss_mask: list[int] = []
     rewards: list[float] = []
     finished: list[bool] = []
+    last_mask = last_made = None  # as in `_body`
+    mask_numbers: list[int] = []
+    made_numbers: list[int] = []
     for one in trajectories:
         if one.columns or one.images or one.session >= 0:
             return None
+        if one.loss_mask is not last_mask:
+            last_mask, mask_numbers = one.loss_mask, [*one.loss_mask]
+        if one.output_versions is not last_made:
+            last_made, made_numbers = one.output_versions, [*one.output_versions]
         token_ids += one.token_ids
-        versions += one.output_versions
+        versions += made_numbers
         logprobs += one.rollout_logprobs
-        loss_mask += one.loss_mask
+        loss_mask += mask_numbers
         rewards.append(one.reward)
         finished.append(one.finished)
     mask, rows, size = bytes(loss_mask), len(lengths), len(token_ids)
