@@ -161,6 +161,8 @@ class Answer:
         least = min(max(gconfig.min_new_tokens - done, 0), left)
         if (gconfig.max_new_tokens, gconfig.min_new_tokens) != (left, least):
             gconfig = dataclasses.replace(gconfig, max_new_tokens=left, min_new_tokens=least)
+        elif self.num_parts == 1:
+            return request
         self.part = dataclasses.replace(
             request,
             request_id=f"{request.request_id}-{self.num_parts % 1000:03d}",

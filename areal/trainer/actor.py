@@ -1,5 +1,6 @@
 """The policy in training: the stages of a batch in their order, and the coefficients that change between steps."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -449,10 +450,11 @@ class PPOActor:
         }
         return take(batch, chosen), metrics
 
-    def update(self, batch: TrainBatch, *, step: int = 0) -> Metrics:
+    def update(self, batch: TrainBatch, *, step: int = 0, before_step: Callable[[], None] = lambda: None) -> Metrics:
         """`ppo_epochs` times `ppo_n_minibatches` optimiser steps on this batch in train step `step`; a collective.
 
-        Sequences that filters removed are not computed. Metrics of this rank's tokens.
+        Sequences that filters removed are not computed. `before_step`: see `train_on_minibatches`. Metrics of this
+        rank's tokens.
         """
         batch = with_chosen_tokens(batch, self._config, reduce=self._engine.all_reduce)
         config, first_pass = self._config, self._first_pass
@@ -466,7 +468,12 @@ class PPOActor:
         )
         with updating("actor", step):
             metrics = train_on_minibatches(
-                self._engine, without_filtered(batch), passes, self._rule(), target_kl=config.target_kl
+                self._engine,
+                without_filtered(batch),
+                passes,
+                self._rule(),
+                target_kl=config.target_kl,
+                before_step=before_step,
             )
         metrics |= penalty_metrics(batch, config, self._max_new_tokens) | to_metrics(self._estimator_stats)
         if batch.ref_logprobs is not None:

@@ -2,7 +2,7 @@
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -160,13 +160,20 @@ class UpdateRule(Protocol):
 
 
 def train_on_minibatches(
-    engine: TrainEngine, batch: TrainBatch, passes: Passes, rule: UpdateRule, *, target_kl: float | None = None
+    engine: TrainEngine,
+    batch: TrainBatch,
+    passes: Passes,
+    rule: UpdateRule,
+    *,
+    target_kl: float | None = None,
+    before_step: Callable[[], None] = lambda: None,
 ) -> Metrics:
     """One optimiser step per minibatch and epoch; a collective. Returns the merged metrics of this rank's tokens.
 
     The i-th minibatches of all ranks make one optimiser step with one denominator. It is skipped when no rank has a
     trained token, because momentum and weight decay would still change the weights. After a minibatch whose mean
-    approx_kl over all ranks is above `target_kl`, the remaining ones are skipped.
+    approx_kl over all ranks is above `target_kl`, the remaining ones are skipped. `before_step` is called once on all
+    ranks, while the weights are still those before the update: after the first gradient, or without one at the end.
     """
     names = rule.names_only()
     metrics: Metrics = dict(names)
@@ -181,6 +188,8 @@ def train_on_minibatches(
             found = merge_metrics(
                 names, engine.forward_backward(mini, rule.loss_fn(denominators), denominator=denominators[0])
             )
+            if num_steps == 0:
+                before_step()
             metrics = merge_metrics(metrics, found, engine.optimizer_step())
             of_epoch = merge_metrics(of_epoch, found)
             num_steps += 1
@@ -189,6 +198,8 @@ def train_on_minibatches(
                 break
         if passes.num_epochs > 1:
             metrics |= {f"epoch_{epoch}/{name}": of_epoch[name] for name in PER_EPOCH if name in of_epoch}
+    if num_steps == 0:
+        before_step()
     metrics["optimizer_steps"] = Metric(float(num_steps), 1.0, "max")
     metrics["update_skipped"] = Metric(float(num_steps == 0), 1.0, "max")
     if target_kl is not None:

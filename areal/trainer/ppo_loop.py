@@ -314,8 +314,8 @@ class PPOLoop:
         measure: Callable[[TrainBatch, int], Metrics] = lambda batch, step: {},
         save: Callable[[int], None] = lambda steps_done: None,
     ) -> None:
-        """`measure` gets the batch before its update, while all servers hold the same weights. `after_step` gets the
-        metrics of a step and the seconds of its phases; True ends the training.
+        """`measure` gets the batch before the first optimiser step, while all servers hold the same weights.
+        `after_step` gets the metrics of a step and the seconds of its phases; True ends the training.
 
         `save` writes a recovery checkpoint while the loop waits for a batch. `add_samples` gets the number of steps
         done and the share of the last one, before `after_step`.
@@ -360,13 +360,11 @@ class PPOLoop:
                 with phase("advantages"):
                     batch = actor.with_advantages(batch)
                     batch, distilled = teacher.with_advantages(batch) if teacher else (batch, {})
-                with phase("publish_weights"), phase("wait_servers"):
-                    self._channel.wait_served()
-                with phase("log_ratio"):
-                    causes = self._measure(batch, info.step)
                 with phase("update"):
                     chosen, resampled = actor.with_resampling(batch)
-                    metrics = resampled | actor.update(chosen, step=info.step)
+                    causes: Metrics = {}
+                    before_step = partial(self._before_weights_change, batch, info.step, causes)
+                    metrics = resampled | actor.update(chosen, step=info.step, before_step=before_step)
                     metrics |= critic.update(chosen, step=info.step) if critic else {}
                     metrics |= reference.after_update(info.step + 1) if reference else {}
                     if teacher:
@@ -379,7 +377,7 @@ class PPOLoop:
             with phase("after_step"):
                 if self._add_samples is not None:
                     self._add_samples(info.step + 1, share)
-                if self._after_step(info, metrics, self._clock.end_step()):
+                if self._after_step(info, metrics, self._end_step()):
                     self._progress.stop()
         self._channel.wait_served()
         return self._progress.steps_done
@@ -388,6 +386,20 @@ class PPOLoop:
         question = partial(self._batches.next_batch, step)
         save = partial(self._save, step)
         return ask_controller(question, channel=self._channel, ranks=self._ranks, version=step, save=save)
+
+    def _before_weights_change(self, batch: TrainBatch, step: int, causes: Metrics) -> None:
+        """Between the first gradient and the first optimiser step: the servers have the version whose weights change
+        now, its answers were compared, and the ledger records it. Adds the metrics of `measure` to `causes`."""
+        with phase("publish_weights"), phase("wait_servers"):
+            self._channel.wait_served()
+        with phase("log_ratio"):
+            causes |= self._measure(batch, step)
+
+    def _end_step(self) -> dict[str, float]:
+        """The seconds of the phases; those of `_before_weights_change` are no part of the update's."""
+        seconds = self._clock.end_step()
+        inside = sum(seconds.get(name, 0.0) for name in ("wait_servers", "log_ratio"))
+        return {name: value - inside if name == "update" else value for name, value in seconds.items()}
 
     def _publish(self, step: int, ess: Metric | None) -> None:
         checksum = self._channel.publish(step + 1)

@@ -139,6 +139,22 @@ def test_first_gradient_by_hand(toolbox):
     assert torch.allclose(engine.gradients[0], expected, atol=1e-7)
 
 
+@pytest.mark.parametrize(("is_trained", "gradients_before"), [(True, 1), (False, 0)])
+def test_what_needs_the_weights_before_the_update_is_called_once_before_the_first_step(
+    toolbox, is_trained, gradients_before
+):
+    engine, seen = toolbox.TableEngine(), []
+    batch = toolbox.make_batch([[1, 2], [1, 3]], rewards=[1.0, 0.0])
+    batch = batch if is_trained else replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+    actor, before = PPOActor(engine, config(ppo_n_minibatches=2)), engine.table.detach().clone()
+    actor.update(
+        ready(actor, batch),
+        before_step=lambda: seen.append((len(engine.denominators), torch.equal(engine.table, before))),
+    )
+    assert seen == [(gradients_before, True)]
+    assert len(engine.gradients) == (2 if is_trained else 0)
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"recompute_logprob": True}, {"use_decoupled_loss": True, "behav_imp_weight_cap": 1.1, "c_clip": 2.0}],

@@ -73,6 +73,7 @@ def test_the_loop_tells_every_role_its_step_and_filters_before_it_computes(toolb
     def passing(name, result):
         def call(batch, **options):
             told.append((name, options.get("step")))
+            options.get("before_step", lambda: None)()
             return result(batch)
 
         return call
@@ -113,6 +114,6 @@ def test_the_loop_tells_every_role_its_step_and_filters_before_it_computes(toolb
         patch.setattr(ppo_loop, "to_train_batch", lambda given: batch)
         loop.run()
     before = ["filters", "prox", "values", "correction", "advantages"]
-    update = ["resampling", "actor", "critic", "after update"]
-    assert [name for name, _ in told] == [*before, "served", *update] * 2 + ["served"]
+    update = ["resampling", "actor", "served", "critic", "after update"]
+    assert [name for name, _ in told] == [*before, *update] * 2 + ["served"]
     assert [step for name, step in told if name in ("actor", "critic")] == [7, 7, 8, 8]
