@@ -194,15 +194,13 @@ def _short_body(
     loss_mask: list[int] = []
     rewards: list[float] = []
     finished: list[bool] = []
-    last_mask = last_made = None  # as in `_body`
-    mask_numbers: list[int] = []
-    made_numbers: list[int] = []
+    last_mask = last_made = mask_numbers = made_numbers = None  # as in `_body`
     for one in trajectories:
         if one.columns or one.images or one.session >= 0:
             return None
-        if one.loss_mask is not last_mask:
+        if mask_numbers is None or one.loss_mask is not last_mask:
             last_mask, mask_numbers = one.loss_mask, [*one.loss_mask]
-        if one.output_versions is not last_made:
+        if made_numbers is None or one.output_versions is not last_made:
             last_made, made_numbers = one.output_versions, [*one.output_versions]
         token_ids += one.token_ids
         versions += made_numbers
