@@ -159,7 +159,7 @@ class AgentWatch:
     def __init__(self, files: Collection[str]) -> None:
         """`files`: the source of the agent, in which errors are followed."""
         self._files = files
-        self._tasks: dict[asyncio.Task[Any], str] = {}  # With the line that created it.
+        self._tasks: dict[asyncio.Task[Any], str] = {}  # Each with the line that created it.
         self._children: set[psutil.Process] = set()
         self.last_error = ""  # Error and line of the last exception in the agent's files.
 
@@ -225,7 +225,7 @@ class AgentJob:
     """What one run of an agent needs. JSON can represent it."""
 
     row: dict[str, Any]
-    base_url: str  # Of the session server, without /v1.
+    base_url: str  # The session server's address, without /v1.
     key: str  # Secret key of the session: the API key of the agent's clients.
     agent: FunctionRef | None = None  # An async function `run(row, client, session)`, or a class with such a method.
     command: tuple[str, ...] = ()  # A program and its arguments; {column} is replaced by that column of the row.

@@ -63,7 +63,7 @@ class AnswerSplit:
         self._spaces = ""  # White space after `text` that is part of it if more text follows.
         self._newlines = ""  # The same of a thought.
         self._num_thoughts = 0
-        self._follows_thought: bool | None = None  # Of the text; None before its first character.
+        self._follows_thought: bool | None = None  # Whether the text does; None before its first character.
         self._thinks = False  # `reasoning` has text of the current thought.
         self._thought_start = 0  # Length of `reasoning` before it.
         self._markers = CALL_MARKERS.get(style.name, ()) if has_tools else ()

@@ -37,7 +37,7 @@ class OpenedSession:
 class SessionReward:
     """The rewards that a program reports (POST /sessions/KEY/reward) and whether its session ends."""
 
-    reward: float | None = None  # Of the session; None: not known, or the function of the run computes it.
+    reward: float | None = None  # The session's reward; None: not known, or the function of the run computes it.
     parts: dict[str, float] = field(default_factory=dict[str, float])  # Named parts, which become metrics.
     turns: dict[str, float] = field(default_factory=dict[str, float])
     """Reward of single turns, by turn id (the `id` of the answer)."""

@@ -31,7 +31,7 @@ class Step:
     """What a request gets."""
 
     kind: StepKind
-    faults: tuple[Fault, ...] = ()  # Of the first deliveries of the answer; later ones are complete.
+    faults: tuple[Fault, ...] = ()  # One for each of the first deliveries of the answer; later ones are complete.
     delay_s: float = 0.0
 
     @property
@@ -161,14 +161,14 @@ class RehearsedSession:
         self._steps, self._script = list(steps), script
         self._turns: list[_Turn] = []
         self._by_fingerprint: dict[str, _Turn] = {}
-        self.next_fault: Fault = ""  # Of the next reply with an answer.
+        self.next_fault: Fault = ""  # The fault of the next reply with an answer.
         self.num_requests = 0
         self.has_played_fault = False  # Whether a request got something else than a plain answer or call.
         self.num_malformed = 0  # Tool calls that were delivered as text.
         self.loses_thinking = False  # Whether the client sent an answer back without its reasoning.
         self.reported = SessionReward()
         self.is_final = asyncio.Event()  # Set by a report that ends the session.
-        self.last_text = ""  # Of the last answer.
+        self.last_text = ""  # The text of the last answer.
         self.messages: tuple[Message, ...] = ()  # Before the last answer.
 
     @property

@@ -150,7 +150,7 @@ class SessionLimits:
 
     max_turns: int | None = None
     max_tokens: int | None = None  # Generated tokens of all turns together.
-    max_seconds: float | None = None  # From the opening of the session.
+    max_seconds: float | None = None  # They count from the opening of the session.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -202,7 +202,7 @@ class SessionCounts:
     generated_tokens: int = 0
     queue_s: float = 0.0  # Seconds before the first token of each answer, added up.
     first_queue_s: float = 0.0  # The same of the first answer alone.
-    refused: Counter[str] = field(default_factory=Counter[str])  # By code.
+    refused: Counter[str] = field(default_factory=Counter[str])  # How many by code.
 
 
 class TurnEvents(Protocol):
@@ -216,7 +216,7 @@ class TurnEvents(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSetup:
     tokenizer: Tokenizer
-    settings: GenerationHyperparameters  # Of one answer, with every token that ends one.
+    settings: GenerationHyperparameters  # Those of one answer, with every token that ends one.
     limits: SessionLimits
     sampling: Literal["client", "config"]  # Whose temperature, top_p and so on are used.
     new_transcript: Callable[[], Transcript]
@@ -232,7 +232,7 @@ class _Turn:
     def __init__(self, *, is_streamed: bool) -> None:
         self.num_deliveries = 0
         self.is_streamed = is_streamed
-        self.answers: list[StreamedAnswer] = []  # Of a streamed turn; empty until generation starts.
+        self.answers: list[StreamedAnswer] = []  # The answers of a streamed turn; empty until generation starts.
         self.readers: set[_Stream] = set()
 
     def add(self, answer: StreamedAnswer, chunk: TokenChunk) -> None:
@@ -304,10 +304,10 @@ class Session:
         self._of_episode = contextvars.copy_context()  # for its trace; requests arrive in the context of the server
         self._now_s = asyncio.get_running_loop().time
         self.budget = SessionBudget(limits=setup.limits, opened_s=self._now_s())
-        self._turns: dict[str, list[_Turn]] = {}  # By fingerprint, oldest first.
+        self._turns: dict[str, list[_Turn]] = {}  # Turns by fingerprint, oldest first.
         self._num_answers = 0
         self._tasks: set[asyncio.Task[tuple[TurnAnswer, ...]]] = set()
-        self._in_use = asyncio.Lock()  # Of the transcript: no answer is added while a thread reads it.
+        self._in_use = asyncio.Lock()  # Guards the transcript: no answer is added while a thread reads it.
         self._by_answer: dict[str, _Turn] = {}
         self._names: dict[str, str] = {}  # Ids of tool calls, and numbers of turns, -> turn id.
         self._model_ids: dict[str, str] = {}  # Id of a tool call -> its id in the text of the answer.

@@ -457,8 +457,8 @@ class AgentServices:
         self._pool: AgentPool | None = None
         self._runner: web.AppRunner | None = None
         self._http_log: HttpLogger | None = None
-        self.journal: TurnJournal | None = None  # Of the run of this process; None without a run.
-        self.base_url = ""  # Of the running server, without /v1.
+        self.journal: TurnJournal | None = None  # The journal of this process's run; None without a run.
+        self.base_url = ""  # The running server's address, without /v1.
 
     @property
     def pool(self) -> AgentPool:

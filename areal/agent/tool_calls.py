@@ -428,7 +428,7 @@ class _Form(NamedTuple):
     head: re.Pattern[str]  # The beginning of a block: name.
     argument: re.Pattern[str]
     """The beginning of an argument: key, and is_text where the style says whether the value is text or JSON."""
-    following: re.Pattern[str]  # From the end of a value to the next argument.
+    following: re.Pattern[str]  # What stands between a value and the next argument.
     value_end: str
     call_end: str = ""  # Between the last argument and `end`; a value before it needs no `value_end`.
 

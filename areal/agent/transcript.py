@@ -366,7 +366,7 @@ class Turn:
     node: TokenNode  # The end of its tokens.
     finished: bool  # False if a length limit cut it.
     num_tokens: int  # Generated tokens, also those that a realignment overwrote.
-    message: Message  # As delivered to the client.
+    message: Message  # What the client received.
     is_overwritten: bool = False  # A realignment changed its path, so that bridges do not extend it.
 
 
@@ -408,7 +408,7 @@ class Transcript:
         self._numbers: dict[int, int] = {}  # of contexts that have an answer
         self._next_context = itertools.count()
         self.tree = TokenTree()
-        self.turns: dict[str, Turn] = {}  # By turn id, in the order in which they were added.
+        self.turns: dict[str, Turn] = {}  # Keys are turn ids, in the order in which the turns were added.
         self.num_forks = 0
         self.num_drifts = 0
 

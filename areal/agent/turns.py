@@ -18,7 +18,9 @@ END_CODES = BUDGET_CODES | {"agent.time_budget"}  # Refusals after which every f
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    call_id: str  # Of areal, unique in the session: clients take a call whose id they know for a call that is done.
+    call_id: (
+        str  # areal's own id, unique in the session: clients take a call whose id they know for a call that is done.
+    )
     name: str
     arguments: str  # JSON text of an object.
     model_id: str = ""  # The id in the text of the answer; empty: none.
@@ -49,7 +51,7 @@ class TurnRequest:
     num_answers: int = 1
     settings: TurnSettings = field(default_factory=TurnSettings)
     shows_prompt: bool = False  # The answers have `prompt_ids`.
-    num_bytes: int = 0  # Of the request, as JSON.
+    num_bytes: int = 0  # The size of the request as JSON.
     fingerprint: str = ""  # SHA-256 of the dialect and the canonical body; equal for a request and its retry.
     retry_count: int = 0
     """`x-stainless-retry-count` of the SDKs: above 0, an equal fingerprint is answered from the record."""
@@ -58,14 +60,14 @@ class TurnRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnAnswer:
     turn_id: str
-    text: str  # Without reasoning, tool calls and special tokens.
+    text: str  # It has no reasoning, tool calls or special tokens.
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     finish_reason: FinishReason | None  # None: it is still generated, and has what is certain of it.
     num_prompt_tokens: int
     token_ids: Sequence[int]  # Generated tokens, with a generated end token.
     logprobs: Sequence[float]
-    num_cached_tokens: int = 0  # Of the prompt.
+    num_cached_tokens: int = 0  # Tokens of the prompt that the cache had.
     prompt_ids: Sequence[int] = ()  # Tokens of the prompt, where the request wants them.
 
 

@@ -210,7 +210,7 @@ class InferenceFleet(InferenceEngine, Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Of the served model, once `start` has returned; a fleet that does not know it takes any token id."""
+        """The served model's size, once `start` has returned; a fleet that does not know it takes any token id."""
         return 2**31
 
     async def start(self) -> None:

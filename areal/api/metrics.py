@@ -76,7 +76,7 @@ def metric_values(metrics: Metrics) -> dict[str, float]:
 
 
 def unscored_text(values: Mapping[str, Any], name: str) -> str:
-    """Of the evaluation eval/MODE or eval/MODE/SET: how many answers have no reward; empty = none."""
+    """How many answers of the evaluation eval/MODE or eval/MODE/SET have no reward; empty = none."""
     missing, answers = values.get(f"{name}/missing"), values.get(f"{name}/answers")
     return f"{missing:.0f} of {answers:.0f} without a reward" if missing and answers else ""
 

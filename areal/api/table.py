@@ -33,9 +33,9 @@ class StoredColumn(NamedTuple):
     dtype: str
     """Little-endian."""
     shape: tuple[int, ...]
-    """Of a row."""
+    """The shape of one row."""
     rows: int = 0
-    """Of a column of a group; others have one for each token or sequence."""
+    """Number of rows of a column of a group; others have one for each token or sequence."""
 
     def filled(self, rows: int) -> np.ndarray:
         """Rows of sequences without the column."""

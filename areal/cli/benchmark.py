@@ -37,7 +37,7 @@ class Hardware:
     num_gpus: int
     num_trainer_gpus: int
     num_parameters: int | None
-    peak_tflops: float | None  # Of one GPU.
+    peak_tflops: float | None  # Peak of one GPU.
     dollars_per_gpu_hour: float | None
 
 
@@ -46,7 +46,7 @@ class Throughput:
     """Rates and shares over the measured steps. Per-GPU rates are None without GPUs."""
 
     steps: int
-    seconds: float  # From the end of the last warm-up step to the end of the last step.
+    seconds: float  # Time from the end of the last warm-up step to the end of the last step.
     seconds_per_step: float
     generated_tokens_per_s: float  # Tokens of all answers, also of rejected, failed and unfinished ones.
     trained_tokens_per_s: float  # Prompt and answer tokens of the batches.

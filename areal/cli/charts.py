@@ -24,7 +24,7 @@ class StepColumns:
 
     replaces: bool  # These are all steps: those sent before no longer count.
     steps: Sequence[int]
-    elapsed_s: Sequence[float]  # Of training.
+    elapsed_s: Sequence[float]  # Seconds of training.
     columns: Mapping[str, Sequence[float | None]]
 
 
@@ -32,7 +32,7 @@ class StepColumns:
 class PageFacts:
     """What the page shows besides the values of train steps."""
 
-    view: RunView  # Without its curves, which the columns contain.
+    view: RunView  # It has no curves, which the columns contain.
     charts: Sequence[Chart]
 
 

@@ -54,7 +54,7 @@ class Difference:
     evaluation: str
     run: str
     base: str  # The first run.
-    steps: tuple[int, int]  # Of the run and of the first one, train steps done.
+    steps: tuple[int, int]  # Train steps done by the run and by the first one.
     interval: Interval
     text: str
 
@@ -68,7 +68,7 @@ class Comparison:
     changes: dict[str, list[dict[str, Any]]]
     """Run -> the options that later launches changed: `step` (train steps done before) and `changes`."""
     ends: dict[str, list[EndValues | None]]  # Metric -> its newest values in each run.
-    elapsed_s: list[Curve]  # Of each run: seconds of training by step.
+    elapsed_s: list[Curve]  # Seconds of training by step, for each run.
     differences: list[Difference]
 
 

@@ -13,7 +13,7 @@ from areal.observe.trace import Interval, interval_of, joined
 
 _CELLS = 400
 _TAIL_BYTES = 2**18  # The newest part of each file is shown: a few train steps of a small run, hours of a large one.
-_LEAST_SHARE = 0.002  # Of the shown time, from which on a kind of work has a lane.
+_LEAST_SHARE = 0.002  # A kind of work has a lane from this share of the shown time on.
 
 
 class SpanLanes:

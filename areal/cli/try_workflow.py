@@ -150,7 +150,7 @@ class EpisodeReport:
     row: dict[str, Any]
     group: TrajectoryGroup | None
     stats: dict[str, float]
-    remarks: list[list[Remark]]  # By trajectory.
+    remarks: list[list[Remark]]  # One list for each trajectory.
     error: str = ""  # Why the episode is not accepted, with its code; empty = it is.
 
     @property

@@ -67,7 +67,7 @@ class WatchedProcess:
     name: str
     node: str
     device: str
-    doing: str  # From its newest heartbeat, with the seconds since it began that; empty without one.
+    doing: str  # What its newest heartbeat says, with the seconds since it began that; empty without one.
     memory_gib: float | None  # Resident memory, of an ended process in its last step.
     silent_s: float | None  # Seconds from the newest heartbeat to the newest sign of the run; None without one.
 
@@ -79,7 +79,7 @@ class WatchedModel:
     user: str
     model: str
     rank: int
-    steps: int | None  # Of the optimiser, in its weights; None = not known.
+    steps: int | None  # Optimiser steps in its weights; None = not known.
     answered: int
     failed: int
     waiting: int
@@ -109,7 +109,7 @@ class RunView:
     cause: str  # Why it failed.
     step: int  # Train steps done.
     total_steps: int | None
-    elapsed_s: float | None  # Of training.
+    elapsed_s: float | None  # Seconds of training.
     step_s: float | None  # Median of the newest steps, evaluation included.
     eta_s: float | None  # Seconds of training that remain of a running run, at the speed of the newest steps.
     curves: dict[str, Curve]

@@ -21,7 +21,7 @@ class GoverningOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    key: str  # Of its column.
+    key: str  # The key of its column.
     label: str
     sparse: bool = False  # Many steps have no value: the values are joined, and each has a point.
 

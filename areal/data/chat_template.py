@@ -315,7 +315,7 @@ class PlainSpans:
         longest_first = sorted(controls, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._before = tokenizer.encode("\n", add_special_tokens=False)
-        self._ids_of_control: dict[str, list[int]] = {}  # As plain text.
+        self._ids_of_control: dict[str, list[int]] = {}  # The tokens of its plain text.
 
     def marks_for(self, *values: Any) -> tuple[str, str] | None:
         """Two characters that messages and tools do not contain; None when no text contains a control token."""
@@ -602,7 +602,7 @@ class Answered:
     """The last answer of a dialogue, as the policy should write it."""
 
     prompt_ids: list[int]  # Empty without the prompt.
-    answer_ids: list[int]  # Without its end.
+    answer_ids: list[int]  # The end token is `end_id`.
     end_id: int
     thinks: bool  # The value of enable_thinking in its prompt,
     num_cut: int  # and the characters at the end of that prompt that are not before the answer.

@@ -20,7 +20,7 @@ from areal.models.recurrent_layers import linear_without_call
 from areal.observe.log import get_logger
 
 _CAPABILITY = (8, 9)
-"""Of the first CUDA cards with FP8 (Ada, Hopper)."""
+"""Compute capability of the first CUDA cards with FP8 (Ada, Hopper)."""
 
 
 class Float8Layers:

@@ -183,7 +183,7 @@ MOMENTUM = "momentum_buffer"
 _MUON_BETA = 0.95
 _ITERATIONS = 5
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration; singular values end between about 0.7 and 1.2."""
+"""Coefficients of the quintic iteration; singular values end between about 0.7 and 1.2."""
 
 
 class Muon(torch.optim.Optimizer):

@@ -90,7 +90,7 @@ class TreeLayout:
     contexts: tuple[_Call, ...]
     """Small subtrees and other branches attend to what is before them."""
     spans: tuple[Span, ...]
-    """Of the branches, in order."""
+    """One for each branch, in order."""
     ends: Tensor  # [U] int64: the first token after those that have this one before them
     positions: Tensor  # [U] int64: in their rows
 

@@ -53,7 +53,7 @@ class _Task:
     """The state of one dataset."""
 
     level: int
-    rates: list[float] = field(default_factory=list[float])  # Of the groups at this level.
+    rates: list[float] = field(default_factory=list[float])  # Success rates of the groups at this level.
 
 
 class Curriculum:

@@ -51,9 +51,9 @@ class Opponents:
         finish_interrupted_writes(folder)
         self._lock = asyncio.Lock()
         self._newest = events[-1]["policy"] if events else ""
-        self._names: dict[int, str] = {}  # By episode that has not ended.
+        self._names: dict[int, str] = {}  # Those of the episodes that have not ended, by episode.
         self._before: dict[int, str] = {event["episode"]: event["policy"] for event in events}
-        """Of an earlier process. Those of its episodes that have not ended run again before any new one starts."""
+        """Those of an earlier process, whose episodes that have not ended run again before any new one starts."""
 
     @asynccontextmanager
     async def of_episode(self, episode: int, engine: InferenceEngine, steps: int) -> AsyncIterator[str]:

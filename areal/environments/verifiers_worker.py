@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 INSTALL = "pip install verifiers==0.4.0"
-_HARNESS = "areal_null"  # As the package names a plugin: a module.
+_HARNESS = "areal_null"  # The package names a plugin by its module.
 _KEY: contextvars.ContextVar[str] = contextvars.ContextVar("key of the session")
 _MCP_LIMIT_S = 60.0
 _CONNECT_LIMIT_S = 5.0
@@ -237,7 +237,7 @@ def _harness_module():
     loader = SourceFileLoader("null_program", file)
     program: Any = types.ModuleType(loader.name)
     loader.exec_module(program)
-    http = program.DefaultAsyncHttpxClient(timeout=None)  # Of all episodes.
+    http = program.DefaultAsyncHttpxClient(timeout=None)  # All episodes share it.
 
     class Null(null.NullHarness):
         async def setup(self, runtime):

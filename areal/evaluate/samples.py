@@ -24,14 +24,14 @@ class SampleKey(NamedTuple):
     mode: str  # sampled or greedy; for generations made elsewhere `given`.
     set_name: str
     row: int  # Index of the row in its set.
-    sample: int  # From 0 for each row.
+    sample: int  # It counts from 0 for each row.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     key: SampleKey
     data: dict[str, Any]  # The row, without its images.
-    prompt: str = ""  # With one placeholder for each image.
+    prompt: str = ""  # It has one placeholder for each image.
     images: list[str] = field(default_factory=list[str])
     """SHA-256 of the image files of the prompt, in order; they are in the folder `images` of the evaluation."""
     output: str = ""  # The last answer of the episode, without special tokens.
@@ -43,7 +43,7 @@ class Sample:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """Parts of the reward, and other numbers that the reward functions and the workflow report."""
     error: str = ""  # Why there is no answer or no score; empty when there is one.
-    by_agent: bool = False  # With an error: the agent or the workflow is the cause.
+    by_agent: bool = False  # Whether the agent or the workflow is the cause of the error.
 
     def line(self) -> bytes:
         """The JSON line, with its end. Equal samples have equal lines."""
@@ -201,7 +201,7 @@ class SetResult:
 class Report:
     correct_reward: float
     results: Sequence[SetResult]
-    first_error: str = ""  # Of the first answer that failed, in the order of their keys; empty = none failed.
+    first_error: str = ""  # That of the first failed answer in the order of keys; empty = none failed.
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

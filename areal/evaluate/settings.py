@@ -63,7 +63,7 @@ class Requested:
     files: Sequence[str]
     overrides: Sequence[str]
     model: str = ""  # Folder or hub name of a model, or a run; empty = that of the configuration.
-    step: int | None = None  # Of a run: the export after this number of train steps; None = the newest.
+    step: int | None = None  # The run's export after this number of train steps; None = the newest.
     data: Sequence[str] = ()  # [NAME=]PATH of each held-out set; empty = those of the configuration.
     num_samples: int | None = None
     greedy: bool = False

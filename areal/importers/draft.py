@@ -48,7 +48,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 @dataclass
 class Draft:
     system: str
-    values: dict[str, Any]  # Of the source, by dotted key.
+    values: dict[str, Any]  # The values of the source, by dotted key.
     options: dict[str, Option] = field(default_factory=dict[str, Option])
     notes: dict[str, Note] = field(default_factory=dict[str, Note])
 

@@ -158,7 +158,7 @@ def _merged(below: Tree, above: Tree) -> Tree:
     return merged
 
 
-_KEY_WITHOUT_DOT = "model_engine"  # Of verl; every other word without a dot is an assignment of the shell.
+_KEY_WITHOUT_DOT = "model_engine"  # A key of verl; every other word without a dot is an assignment of the shell.
 _KEY = re.compile(rf"(?:\+{{0,2}}[a-z]\w*(?:\.\w+)+|{_KEY_WITHOUT_DOT})=.*", re.S)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
 _VARIABLE = re.compile(r"(\w+|[@*])(?:\[[@*]\])?(?::?[-=](.*))?", re.S)

@@ -137,7 +137,7 @@ class Reply:
     written_ns: int = 0
     done: bool = True
     seconds: float = 0.0
-    """To Open: how long one synced write and rename in the run folder took there."""
+    """In the answer to Open: how long one synced write and rename in the run folder took there."""
     error: str = ""
     code: str = ""
 

@@ -542,7 +542,7 @@ class StatusSource:
         self._total_steps = total_steps
         self._step: int | None = None
         self._step_since_s = 0.0
-        # Without a proxy: the controller is in the network of the run.
+        # The client uses no proxy: the controller is in the network of the run.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def status(self) -> dict[str, Any] | None:

@@ -553,7 +553,7 @@ class Supervisor:
         return None
 
     def _keep_restart(self, unit: Unit) -> None:
-        """For readers while the run lasts, and after it was killed."""
+        """Write the restart where readers find it while the run lasts, and after it was killed."""
         facts = {"unit": unit.name, "cause": unit.restarts[-1]}
         try:
             append_step_line(self._paths.restarts, trained_steps(self._paths), facts)

@@ -145,7 +145,7 @@ def _tracks(process: str, kind: str, works: Sequence[Sequence[Event]]) -> list[T
 
 
 def interval_of(event: Event) -> Interval:
-    """Of an event that has a length."""
+    """The interval of an event that has a length."""
     return event["ts"], event["ts"] + (event["dur"] if event["ph"] == "X" else event["args"]["us"])
 
 

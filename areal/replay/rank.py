@@ -46,7 +46,7 @@ class RecordedBatches:
         self._regraded = regraded
         self._payloads = PayloadReader(run.paths.ledger)
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self.weights_checksum = ""  # Of the weights after the last step, on rank 0.
+        self.weights_checksum = ""  # That of the weights after the last step, on rank 0.
 
     def next_batch(self, step: int) -> BatchShare:
         """Return the share that the controller served. Raises LedgerError when one of its episodes is damaged."""

@@ -177,7 +177,7 @@ class StepComparison:
 
     step: int  # Steps done.
     weights: bool | None  # Whether the checksums are equal; None = the run recorded none.
-    live: Row  # Of the run; empty = it has no metrics of this step.
+    live: Row  # The run's metrics; empty = it has none of this step.
     own: Row
 
     @classmethod

@@ -164,7 +164,7 @@ def _longest(rows: list[tuple[re.Pattern[str], RowT]], text: str) -> tuple[int, 
 
 
 def ratio(actual: Unit | None, wanted: Unit | None) -> Fraction | None:
-    """By what to multiply a number of `given` for one of `wanted`; 1 when a side names no unit, None when the units
+    """By what to multiply a number of `actual` for one of `wanted`; 1 when a side names no unit, None when the units
     differ."""
     if actual is None or wanted is None:
         return Fraction(1)

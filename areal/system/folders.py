@@ -140,7 +140,7 @@ class FolderList:
 
     @classmethod
     def of_contents(cls, contents: Mapping[str, memoryview], block_bytes: int = BLOCK_BYTES) -> Self:
-        """Of a folder with these files."""
+        """The list of a folder with these files."""
         files: list[ListedFile] = []
         with ThreadPoolExecutor(thread_name_prefix="checksums") as pool:
             for name, content in sorted(contents.items()):

@@ -61,8 +61,8 @@ class SessionLoad:
 class LoadGap:
     """Sessions above the median of a load minus the others, within policy versions; 0 without both sides."""
 
-    zero: float = 0.0  # Of the zero rate.
-    reward: float = 0.0  # Of the mean reward.
+    zero: float = 0.0  # Gap of the zero rate.
+    reward: float = 0.0  # Gap of the mean reward.
     is_significant: bool = False  # More zeros under load than by chance.
 
 
@@ -131,10 +131,10 @@ _EXCEPTION = re.compile(r"[A-Za-z_]\w*(?=: )")
 class FinishedSession:
     session: Session
     outcome: AgentOutcome
-    reported: SessionReward  # By POST.
+    reported: SessionReward  # What was posted.
     num_open: int  # Sessions that were open at its start.
     budget_reward: str = "keep"  # agent.budget_reward
-    score: Score | None = None  # Of the reward functions, for the last answer.
+    score: Score | None = None  # What the reward functions give for the last answer.
     source_stats: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property

@@ -48,7 +48,7 @@ from areal.workflow.scoring import (
 class Answer:
     """One answer of the policy."""
 
-    text: str  # Without special tokens.
+    text: str  # It has no special tokens.
     token_ids: Sequence[int]  # Including a generated end token.
     position: int  # Number of tokens of the conversation before it.
     finished: bool  # False if a length limit cut it.

@@ -30,7 +30,7 @@ from areal.agent.dialects.dialect import (
 from areal.agent.turns import TurnAnswer, TurnRequest
 
 MAX_PROMPT_TOKENS = 2**21
-DEFAULT_MAX_TOKENS = 16  # Of OpenAI's dialect.
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default.
 FIELDS = FieldTable(
     read={
         "prompt": "required: a text or a list of token ids, or a list with one of them",

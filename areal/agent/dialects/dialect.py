@@ -12,7 +12,7 @@ from areal.agent.turns import TurnAnswer, TurnRefused, TurnRequest
 
 Json = dict[str, Any]
 MAX_NAME = 512
-MAX_ITEMS = 20_000  # Of a list. Together with the limit of the body it bounds the time to read a request.
+MAX_ITEMS = 20_000  # The longest list. Together with the limit of the body it bounds the time to read a request.
 Kind = Literal["text", "flag", "number", "object", "list"]
 _KINDS: dict[Kind, tuple[type, ...]] = {
     "text": (str,),
@@ -201,7 +201,7 @@ class Asked:
     turn: TurnRequest
     model: str  # Echoed in the reply. Every name means the policy.
     stream: bool = False
-    include_usage: bool = False  # Of a stream of OpenAI's chat or completions dialect.
+    include_usage: bool = False  # Whether the last event of OpenAI's streams has the usage.
     logprobs: bool = False
     token_ids: bool = False  # The reply has the ids of the prompt and of the answers, as vLLM sends them.
     foreign: Mapping[str, str] = field(default_factory=dict[str, str])  # Fields without effect here, and why.

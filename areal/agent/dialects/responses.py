@@ -296,8 +296,8 @@ class _Stream:
     def __init__(self, asked: Asked, sent: Sent) -> None:
         self._asked, self._sent = asked, sent
         self._growth = Growth()
-        self._items: list[Json] = []  # With the content so far; the last one is open.
-        self._new_logprobs: list[Json] = []  # Of tokens since the last delta of the text.
+        self._items: list[Json] = []  # Each has its content so far; the last one is open.
+        self._new_logprobs: list[Json] = []  # Those of the tokens since the last delta of the text.
         self._numbers = itertools.count()
 
     def __call__(self, answers: Sequence[TurnAnswer]) -> list[bytes]:

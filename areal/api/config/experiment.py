@@ -568,7 +568,7 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def served_dtype(self) -> str:
-        """In which the servers compute, where it bounds how much equal weights may differ; float8, int4 = quantized."""
+        """The type of the servers, where it bounds how much equal weights may differ; float8, int4 = quantized."""
         if (bits := self.served_bits) is not None:
             return "float8" if bits == 8 else "int4"
         return self.native.dtype if self.server_backend == "native" else "bfloat16"
