@@ -27,7 +27,7 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    "agent": Size(6539, 20, 0),
+    "agent": Size(6541, 20, 0),
     "algorithm": Size(2501, 17, 33),
     "api": Size(9004, 28, 582),
     "areal": Size(66, 2, 0),
