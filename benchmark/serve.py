@@ -44,11 +44,15 @@ from areal.api.data import GenerationRequest, GenerationResponse
 from areal.serve.gateway import API, Gateway, Keys, TrainerRoutes, make_app
 from areal.serve.sampling import AdapterPool, Sampling
 from areal.serve.service import ServedModel, Service
-from areal.serve.wire import Datum, LossRequest, RequestAddress, decode_sample, encode_loss_request
+from areal.serve.wire import Datum, LossRequest
 from areal.system.heartbeat import read_beats
 from areal.system.network import Host, http_address, listen
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.serve.messages import decode_sample, encode_loss_request  # noqa: E402
+
 TENANTS, RANK, PROMPTS, SAMPLES, VOCABULARY = 4, 16, 4, 4, 512
 KEY, TOKEN = "tml-benchmark", "benchmark"
 
@@ -170,9 +174,8 @@ class Tenant:
         data = [
             datum for group in await asyncio.gather(*[self._group(sampler) for _ in range(PROMPTS)]) for datum in group
         ]
-        address = RequestAddress(**self._address())
         request = LossRequest(data=data, loss_fn="importance_sampling")
-        loss = await self._client.ask("forward_backward", encode_loss_request(request, address))
+        loss = await self._client.ask("forward_backward", encode_loss_request(request, **self._address()))
         step = await self._client.ask("optim_step", self._address() | {"adam_params": {"learning_rate": 1e-4}})
         await self._client.result(loss)
         await self._client.result(step)

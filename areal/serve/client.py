@@ -17,6 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -37,7 +38,7 @@ from areal.inference.scheduler import FinishReason, SamplingParams
 from areal.serve.command import LoraLimits, serving_config
 from areal.serve.losses import TARGETS
 from areal.serve.slots import AdapterSettings, AdapterSlots
-from areal.serve.wire import Datum, LossRequest, SampledAnswer
+from areal.serve.wire import Datum, LossRequest
 from areal.serve.worker import LossResult, computed_loss
 from areal.serve.worker import build_engine as build_trainer
 from areal.system.device import pick_device
@@ -63,6 +64,16 @@ def datum(token_ids: Sequence[int], *, num_prompt: int = 0, **values: Any) -> Da
         inputs[name] = np.zeros(count, np.float32)
         inputs[name][first:] = value
     return Datum(tokens=ids[:-1], inputs=inputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledAnswer:
+    """One answer to a prompt."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    is_cut: bool
+    """It ended at the token limit."""
 
 
 class Client:

@@ -25,7 +25,7 @@ from areal.observe.log import get_logger
 from areal.serve.sampling import Body, Number, SampleBody, Sampling, queue_of
 from areal.serve.service import ADAPTER, Service, failure, weights_folder
 from areal.serve.tenants import EXTERNAL, INFLIGHT, SAMPLER, TRAINING, Forgotten, Model, NotFound, SavedWeights
-from areal.serve.wire import PROTOBUF, address_of
+from areal.serve.wire import PROTOBUF, parsed_message
 from areal.system.durable import COMPLETE
 from areal.system.http_guard import RequestGuard, read_body
 from areal.system.network import Host
@@ -422,12 +422,11 @@ class Gateway:
     async def forward_backward(self, request: web.Request) -> web.Response:
         """What is wrong with the content is the result of the request: the SDK continues with the next number."""
         data = await read_body(request)
-        address = address_of(data)
-        model = self._tenants.model(address.model_id, request["key"])
-        if address.seq_id < 1:
-            raise RequestError(f"seq_id must be at least 1, got {address.seq_id}", code="request.invalid_field")
-        facts = {"forward_only": address.forward_only}
-        return await self._accepted(model.id, address.seq_id, "loss", facts, data)
+        message = parsed_message("ForwardBackwardRequest", data)
+        model = self._tenants.model(message.model_id, request["key"])
+        if message.seq_id < 1:
+            raise RequestError(f"seq_id must be at least 1, got {message.seq_id}", code="request.invalid_field")
+        return await self._accepted(model.id, message.seq_id, "loss", {"forward_only": message.forward_only}, data)
 
     async def optim_step(self, request: web.Request) -> web.Response:
         data = await read_body(request)

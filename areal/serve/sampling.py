@@ -5,6 +5,7 @@ import base64
 import contextlib
 import hashlib
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -24,7 +25,7 @@ from areal.api.errors import ArealError, RequestError
 from areal.api.metrics import gather_or_cancel
 from areal.fleet.fleet import Fleet
 from areal.observe.log import get_logger
-from areal.serve.wire import SampledAnswer, encode_sample
+from areal.serve.wire import encode_sample
 
 _log = get_logger("serve")
 MAX_SAMPLES, MAX_TOP = 1024, 1024
@@ -92,166 +93,150 @@ class SampleBody(Body):
     prompt_alt_tokens_k: TopK = 0
 
 
-class AdapterPool:
-    """The adapters on the inference servers: loaded at the first request, the one unused longest leaves for others."""
+class _Turn:
+    """Weights with the samples that use them or wait for them."""
 
-    def __init__(self, fleet: Fleet, limit: int) -> None:
-        self._fleet, self._limit = fleet, limit
-        self._loaded: dict[str, asyncio.Task[None]] = {}  # Name -> the load, in the order of the last use.
-        self._leaving: dict[str, asyncio.Task[None]] = {}
-        self._users: Counter[str] = Counter()
-        self._changed = asyncio.Condition()
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.num_users, self.is_leaving = folder, 0, False
+        self.name: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # Set once they are loaded.
+        self.name.add_done_callback(_noted)
+        self.may_leave = asyncio.Event()
+
+
+class WeightPool(ABC):
+    """The weights on the inference servers: loaded at the first request, those unused longest leave for others.
+
+    Without room a request waits, in the order of the first requests for their weights. Weights that are to leave get no
+    new users, so that all have their turn.
+    """
+
+    def __init__(self, limit: int, base: Path | None) -> None:
+        """`limit`: what the servers hold at once. `base`: the base model; None = they always have it."""
+        self._limit, self._base = limit, base
+        self._begun: dict[_Turn, asyncio.Task[None]] = {}  # In the order of the last use.
+        self._queued: list[_Turn] = []
+
+    @abstractmethod
+    async def _load(self, folder: Path) -> str:
+        """The name of the weights in `folder` for requests, once all servers have them. ArealError if none has."""
+
+    @abstractmethod
+    async def _unload(self, folder: Path) -> None:
+        """Nothing uses them any more."""
 
     @asynccontextmanager
     async def used(self, folder: Path | None) -> AsyncIterator[str]:
-        """The name of the adapter in `folder`, which stays on the servers while the block runs; empty for None.
-
-        Waits for room while all adapters are in use.
-        """
+        """The name of the weights in `folder` (None: the base model), which stay on the servers while the block runs;
+        empty when requests need none. The error of their load, of any kind."""
+        folder = folder or self._base
         if folder is None:
             yield ""
             return
-        name = _adapter_name(folder)
-        async with self._changed:
-            while name not in self._loaded:
-                if name not in self._leaving and len(self._loaded) + len(self._leaving) < self._limit:
-                    self._loaded[name] = asyncio.create_task(self._fleet.load_adapter(name, str(folder)), name=name)
-                    break
-                if name not in self._leaving and not self._leaving:
-                    self._let_leave()
-                await self._changed.wait()
-            task = self._loaded[name] = self._loaded.pop(name)
-            self._users[name] += 1
+        turn = self._turn_of(folder)
+        turn.num_users += 1
+        self._advance()
         try:
-            await asyncio.shield(task)
-            yield name
-        except BaseException:
-            if task.done() and (task.cancelled() or task.exception() is not None):
-                self._loaded.pop(name, None)
-            raise
+            yield await asyncio.shield(turn.name)
         finally:
-            self._users[name] -= 1
-            if not self._users[name]:
-                del self._users[name]
-            async with self._changed:
-                self._changed.notify_all()
+            turn.num_users -= 1
+            if not turn.num_users and turn in self._queued:
+                self._queued.remove(turn)
+            self._advance()
+
+    def _turn_of(self, folder: Path) -> _Turn:
+        """The turn that a request joins."""
+        for turn in (*self._begun, *self._queued):
+            if turn.folder == folder and not turn.is_leaving:
+                if turn in self._begun:
+                    self._begun[turn] = self._begun.pop(turn)
+                return turn
+        self._queued.append(turn := _Turn(folder))
+        return turn
+
+    def _advance(self) -> None:
+        """Load what has room, and choose what leaves for the others."""
+        while self._queued and len(self._begun) < self._limit:
+            turn = self._queued.pop(0)
+            self._begun[turn] = asyncio.create_task(self._serve(turn), name=f"weights {turn.folder}")
+        staying = sorted((turn for turn in self._begun if not turn.is_leaving), key=lambda one: one.num_users > 0)
+        for turn in staying[: max(len(self._queued) - len(self._begun) + len(staying), 0)]:
+            turn.is_leaving = True
+        for turn in self._begun:
+            if turn.is_leaving and not turn.num_users:
+                turn.may_leave.set()
+
+    async def _serve(self, turn: _Turn) -> None:
+        """Load weights, and unload them when they may leave."""
+        try:
+            try:
+                turn.name.set_result(await self._load(turn.folder))
+            except Exception as error:  # noqa: BLE001 - every sample of this turn gets it, and the next turn begins
+                turn.name.set_exception(error)
+                return
+            await turn.may_leave.wait()
+            await self._unload(turn.folder)
+        finally:
+            del self._begun[turn]
+            self._advance()
 
     def __contains__(self, folder: Path) -> bool:
-        """Whether servers may read the adapter in `folder`: also one that starts again loads it."""
-        return (name := _adapter_name(folder)) in self._loaded or name in self._leaving
+        """Whether servers may read the weights in `folder`: also one that starts again loads them."""
+        return any(turn.folder == folder for turn in self._begun)
 
     async def close(self) -> None:
         """Cancel loads and unloads, and wait for their end."""
-        tasks = [*self._loaded.values(), *self._leaving.values()]
+        self._queued.clear()
+        tasks = list(self._begun.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _let_leave(self) -> None:
-        """Unload the adapter that was not used for the longest time, if one has no user."""
-        name = next((name for name in self._loaded if name not in self._users), None)
-        if name is not None:
-            task = self._loaded.pop(name)
-            self._leaving[name] = asyncio.create_task(self._unload(name, task), name=f"unload {name}")
 
-    async def _unload(self, name: str, load: asyncio.Task[None]) -> None:
+class AdapterPool(WeightPool):
+    """Several adapters at once, by name."""
+
+    def __init__(self, fleet: Fleet, limit: int) -> None:
+        super().__init__(limit, None)
+        self._fleet = fleet
+
+    async def _load(self, folder: Path) -> str:
+        await self._fleet.load_adapter(_adapter_name(folder), str(folder))
+        return _adapter_name(folder)
+
+    async def _unload(self, folder: Path) -> None:
         try:
-            await load
-            await self._fleet.unload_adapter(name)
+            await self._fleet.unload_adapter(_adapter_name(folder))
         except ArealError as error:
-            _log.warning("adapter %s was not unloaded: %s", name, error)
-        finally:
-            async with self._changed:
-                del self._leaving[name]
-                self._changed.notify_all()
+            _log.warning("adapter %s was not unloaded: %s", folder, error)
 
 
-@dataclass(slots=True, eq=False)
-class _Turn:
-    """Samples that need the same weights."""
-
-    folder: Path
-    is_loaded: "asyncio.Future[None]"
-    num_users: int = 0
-
-
-class WholeWeights:
-    """One whole checkpoint at a time on all inference servers. Requests for one checkpoint form a turn; a request joins
-    a queued turn of its checkpoint, or the running turn if none is queued. Turns run in the order of their first
-    requests."""
+class WholeWeights(WeightPool):
+    """One whole checkpoint at a time, on all inference servers; its name is empty."""
 
     def __init__(self, fleet: Fleet, base: Path) -> None:
         """`base`: a checkpoint with the weights that the servers start with."""
-        self._fleet, self._base = fleet, base
-        self._loaded: Path | None = None
-        """What the servers have; None = what an earlier gateway gave them, or a part of them."""
+        super().__init__(1, base)
+        self._fleet = fleet
         self._targets: list[Path] = []
-        """What a server that starts again may load: the last checkpoint that was loaded, and attempts since."""
+        """What servers have or may load: the last checkpoint that was loaded, and attempts since."""
         self._version = 0
         """Of the last attempt. Two checkpoints never have the same one."""
-        self._turns: deque[_Turn] = deque()
-        self._load: asyncio.Task[None] | None = None
 
-    @asynccontextmanager
-    async def used(self, folder: Path | None) -> AsyncIterator[str]:
-        """All servers have the checkpoint in `folder` (None: the base model) while the block runs. Yields "".
-        Waits for earlier turns. ArealError when no server could load the checkpoint."""
-        turn = self._join(folder or self._base)
-        try:
-            await asyncio.shield(turn.is_loaded)
-            yield ""
-        finally:
-            turn.num_users -= 1
-            if not turn.num_users:
-                is_running = turn is self._turns[0]
-                self._turns.remove(turn)
-                if is_running and self._turns:
-                    self._begin()
-
-    def _join(self, folder: Path) -> _Turn:
-        for turn in self._turns:
-            if turn.folder == folder and (turn is not self._turns[0] or len(self._turns) == 1):
-                break
-        else:
-            turn = _Turn(folder, asyncio.get_running_loop().create_future())
-            turn.is_loaded.add_done_callback(_noted)
-            self._turns.append(turn)
-            if len(self._turns) == 1:
-                self._begin()
-        turn.num_users += 1
-        return turn
-
-    def _begin(self) -> None:
-        """Start the load of the first turn, after that of the turn before, which also runs without requests."""
-        self._load = asyncio.create_task(self._run(self._turns[0], self._load), name="load weights")
-
-    async def _run(self, turn: _Turn, before: "asyncio.Task[None] | None") -> None:
-        if before is not None:
-            await asyncio.wait([before])
+    async def _load(self, folder: Path) -> str:
         if self._version == self._fleet.version == 0:
-            self._loaded = self._base  # no gateway has given these servers anything
-        try:
-            if self._loaded != turn.folder:
-                self._loaded = None
-                self._targets.append(turn.folder)
-                self._version += 1
-                update = WeightUpdate(version=self._version, kind="disk", path=str(turn.folder))
-                await self._fleet.update_weights(update)
-                self._loaded, self._targets = turn.folder, [turn.folder]
-        except Exception as error:  # noqa: BLE001 - every sample of this turn gets it, and the next turn begins
-            turn.is_loaded.set_exception(error)
-        else:
-            turn.is_loaded.set_result(None)
+            self._targets = [self._base or folder]  # no gateway has given these servers anything
+        if self._targets != [folder]:
+            self._targets.append(folder)
+            self._version += 1
+            await self._fleet.update_weights(WeightUpdate(version=self._version, kind="disk", path=str(folder)))
+            self._targets = [folder]
+        return ""
+
+    async def _unload(self, folder: Path) -> None:
+        """The next checkpoint replaces it."""
 
     def __contains__(self, folder: Path) -> bool:
-        """Whether servers may read the checkpoint in `folder`: also one that starts again loads it."""
         return folder in self._targets
-
-    async def close(self) -> None:
-        """Cancel the load, and wait for its end."""
-        if self._load is not None:
-            self._load.cancel()
-            await asyncio.gather(self._load, return_exceptions=True)
 
 
 class Sampling:
@@ -260,7 +245,7 @@ class Sampling:
     A client waits for one result (`wait`), or for the next results of a sampling session (`completions`).
     """
 
-    def __init__(self, fleet: Fleet, weights: AdapterPool | WholeWeights, *, context_length: int) -> None:
+    def __init__(self, fleet: Fleet, weights: WeightPool, *, context_length: int) -> None:
         """`weights`: loads trained weights into the servers. This closes it."""
         self._fleet, self._context_length = fleet, context_length
         self._weights = weights
@@ -385,7 +370,7 @@ class Sampling:
                 pairs = zip(requests, answers, strict=True)
                 again = [rescoring(request, answer, top_k) for request, answer in pairs]
                 rescored = await self._generated(again)
-        return encoded(answers, rescored, with_logprobs=with_logprobs)
+        return encode_sample(answers, rescored, with_logprobs=with_logprobs)
 
     def _generated(self, requests: list[GenerationRequest]) -> Awaitable[list[GenerationResponse]]:
         return gather_or_cancel([self._fleet.agenerate(request) for request in requests])
@@ -531,26 +516,3 @@ def _targets(tensor: dict[str, Any] | None) -> tuple[tuple[int, ...], ...]:
     except (KeyError, ValueError, TypeError, OverflowError) as error:
         text = f"target_prompt_logprobs has no rows of token ids: {error}"
         raise RequestError(text, code="request.invalid_field") from error
-
-
-def encoded(
-    answers: Sequence[GenerationResponse], rescored: Sequence[GenerationResponse], *, with_logprobs: bool
-) -> bytes:
-    """The SampleResponse of these answers, in order. `rescored`: what they are as prompts, as far as that is wanted."""
-    samples = [
-        SampledAnswer(
-            token_ids=list(answer.output_ids),
-            logprobs=list(answer.output_logprobs),
-            is_cut=answer.stop_reason == "length",
-        )
-        for answer in answers
-    ]
-    num_prompt = len(answers[0].input_ids)
-    tops = [answer.prompt_scores.top[num_prompt:] for answer in rescored if answer.prompt_scores is not None]
-    return encode_sample(
-        samples,
-        tops,
-        scores=answers[0].prompt_scores,
-        with_logprobs=with_logprobs,
-        num_cached=answers[0].num_cached_tokens,
-    )

@@ -15,7 +15,7 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
-from areal.api.data import PromptScores
+from areal.api.data import GenerationResponse
 from areal.api.errors import RequestError
 
 PROTOBUF = "application/x-protobuf"
@@ -97,17 +97,14 @@ class LossRequest:
     forward_only: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestAddress:
-    """The model and the place of a training request in the order of the requests to that model."""
-
-    model_id: str
-    seq_id: int
-    forward_only: bool = False
+def new_message(name: str, **fields: Any) -> Any:
+    """A message of the table."""
+    return _class_of(name)(**fields)
 
 
-def _parsed(name: str, data: bytes) -> Any:
-    message = _class_of(name)()
+def parsed_message(name: str, data: bytes) -> Any:
+    """The message of these bytes. RequestError for others."""
+    message = new_message(name)
     try:
         message.ParseFromString(data)
     except DecodeError as error:
@@ -115,15 +112,9 @@ def _parsed(name: str, data: bytes) -> Any:
     return message
 
 
-def address_of(body: bytes) -> RequestAddress:
-    """Where a ForwardBackwardRequest belongs. RequestError for other bytes."""
-    message = _parsed("ForwardBackwardRequest", body)
-    return RequestAddress(model_id=message.model_id, seq_id=message.seq_id, forward_only=message.forward_only)
-
-
 def decode_loss_request(body: bytes) -> LossRequest:
     """The content of a ForwardBackwardRequest. RequestError for what cannot be computed."""
-    message = _parsed("ForwardBackwardRequest", body)
+    message = parsed_message("ForwardBackwardRequest", body)
     config: dict[str, float] = {entry.key: entry.value for entry in message.loss_fn_config}
     for entry in message.loss_fn_config_v2:
         if entry.value.HasField("text"):
@@ -136,21 +127,6 @@ def decode_loss_request(body: bytes) -> LossRequest:
         config=config,
         forward_only=message.forward_only,
     )
-
-
-def encode_loss_request(request: LossRequest, address: RequestAddress) -> bytes:
-    """The bytes of a ForwardBackwardRequest."""
-    message = _class_of("ForwardBackwardRequest")()
-    message.model_id, message.seq_id = address.model_id, address.seq_id
-    message.loss_fn, message.forward_only = request.loss_fn, request.forward_only
-    for key, value in request.config.items():
-        message.loss_fn_config_v2.add(key=key).value.number = value
-    for datum in request.data:
-        added = message.data.add()
-        added.model_input.add().encoded_text.tokens = datum.tokens.astype("<i4").tobytes()
-        for name, values in datum.inputs.items():
-            _set_tensor(added.loss_fn_inputs.add(key=name).value, values)
-    return message.SerializeToString()
 
 
 def _set_tensor(message: Any, values: np.ndarray) -> None:
@@ -204,7 +180,7 @@ def _widened(values: np.ndarray) -> np.ndarray:
 
 def encode_loss_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
     """A ForwardBackwardOutput. `logprobs`: of each datum, float32 in the shape of its target tokens."""
-    message = _class_of("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
+    message = new_message("ForwardBackwardOutput", loss_fn_output_type="ArrayRecord")
     for trailing, group in _by_trailing_shape(logprobs):
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(group))
         tensor = record.fields.add(key="logprobs").value
@@ -228,16 +204,6 @@ def _by_trailing_shape(logprobs: Sequence[np.ndarray]) -> list[tuple[tuple[int, 
     return groups
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledAnswer:
-    """One answer to a prompt."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    is_cut: bool
-    """It ended at the token limit."""
-
-
 Likeliest = Sequence[tuple[int, float]]
 """The likeliest tokens at a place, with their log-probabilities."""
 _NO_TOKEN, _NO_LOGPROB = 0, -99999.0
@@ -245,22 +211,19 @@ _NO_TOKEN, _NO_LOGPROB = 0, -99999.0
 
 
 def encode_sample(
-    answers: Sequence[SampledAnswer],
-    tops: Sequence[Sequence[Likeliest]] = (),
-    *,
-    scores: PromptScores | None = None,
-    num_cached: int = 0,
-    with_logprobs: bool,
+    answers: Sequence[GenerationResponse], rescored: Sequence[GenerationResponse], *, with_logprobs: bool
 ) -> bytes:
-    """A SampleResponse. `tops`: the likeliest tokens at each place of each answer. `scores`: of the prompt; None = not
-    requested. `with_logprobs`: those of its tokens too."""
-    message = _class_of("SampleResponse")(prompt_cache_hit_tokens=num_cached)
-    for number, answer in enumerate(answers):
-        added = message.sequences.add(stop_reason=_LENGTH if answer.is_cut else _STOP)
-        added.tokens = np.asarray(answer.token_ids, "<i4").tobytes()
-        added.logprobs = np.asarray(answer.logprobs, "<f4").tobytes()
-        if tops:
-            _set_top(added.topk_sampled_logprobs, tops[number])
+    """The SampleResponse of these answers, in order. `rescored`: what they are as prompts, as far as that is wanted.
+    `with_logprobs`: of the tokens of the prompt."""
+    message = new_message("SampleResponse", prompt_cache_hit_tokens=answers[0].num_cached_tokens)
+    for answer in answers:
+        added = message.sequences.add(stop_reason=_LENGTH if answer.stop_reason == "length" else _STOP)
+        added.tokens = np.asarray(answer.output_ids, "<i4").tobytes()
+        added.logprobs = np.asarray(answer.output_logprobs, "<f4").tobytes()
+    for added, again in zip(message.sequences, rescored, strict=False):
+        if again.prompt_scores is not None:
+            _set_top(added.topk_sampled_logprobs, again.prompt_scores.top[len(answers[0].input_ids) :])
+    scores = answers[0].prompt_scores
     if scores is None:
         return message.SerializeToString()
     if with_logprobs:
@@ -291,16 +254,3 @@ def _cells(rows: Sequence[Likeliest]) -> tuple[np.ndarray, np.ndarray]:
         for column, (token, logprob) in enumerate(cells):
             ids[row, column], values[row, column] = token, logprob
     return ids, values
-
-
-def decode_sample(data: bytes) -> list[SampledAnswer]:
-    """The answers of a SampleResponse."""
-    message = _parsed("SampleResponse", data)
-    return [
-        SampledAnswer(
-            token_ids=np.frombuffer(one.tokens, "<i4").tolist(),
-            logprobs=np.frombuffer(one.logprobs, "<f4").tolist(),
-            is_cut=one.stop_reason == _LENGTH,
-        )
-        for one in message.sequences
-    ]

@@ -14,11 +14,12 @@ from hypothesis import given
 from areal.api.errors import ArealError
 from areal.serve.gateway import API
 from areal.serve.slots import AdapterSettings
-from areal.serve.wire import LossRequest, RequestAddress, decode_loss_request, encode_loss_request
+from areal.serve.wire import LossRequest, decode_loss_request
 from areal.serve.worker import computed_loss
 from tests.attack.http import exchanges, statuses_of
 from tests.attack.serve import BODIES, GETS, attacks, loss_bodies
 from tests.serve.adapters import make_slots, random_data, write_model
+from tests.serve.messages import encode_loss_request
 from tests.serve.test_gateway import opened
 
 ROUTES = [f"{API}/{path}" for path in (*BODIES, *GETS, "forward_backward")] + ["/trainer/command", "/trainer/result"]
@@ -108,4 +109,4 @@ def test_a_loss_request_fails_alone(tmp_path_factory):
 
 
 def encoded(data):
-    return encode_loss_request(LossRequest(data=data, loss_fn="ppo"), RequestAddress(model_id="m", seq_id=1))
+    return encode_loss_request(LossRequest(data=data, loss_fn="ppo"))

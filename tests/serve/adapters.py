@@ -1,6 +1,5 @@
 """A train engine with adapters of a tiny model, for the tests of this folder."""
 
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ from areal.api.config.train import LoRAConfig
 from areal.data.tiny_model import character_tokenizer, write_tiny_model
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
-from areal.serve import wire
 from areal.serve.slots import AdapterSlots
 from areal.serve.tenants import ALPHA
 from areal.serve.wire import Datum
@@ -50,14 +48,3 @@ def random_data(seed: int, lengths: list[int], names: tuple[str, ...] = ("logpro
             inputs["logprobs"] = -np.abs(inputs["logprobs"])
         found.append(Datum(tokens=draw.integers(0, len(TOKENS), length), inputs=inputs))
     return found
-
-
-def decode_loss_output(data: bytes) -> tuple[list[np.ndarray], dict[str, float]]:
-    """Log-probabilities of each datum and metrics, from a ForwardBackwardOutput."""
-    message, found = wire._parsed("ForwardBackwardOutput", data), list[np.ndarray]()
-    for record in message.loss_fn_outputs:
-        tensor = next(entry.value for entry in record.fields if entry.key == "logprobs")
-        ends = np.frombuffer(tensor.offsets, "<i8") // 4
-        flat, trailing = np.frombuffer(tensor.data, "<f4"), tuple(tensor.trailing_shape)
-        found += [flat[low:high].reshape(-1, *trailing) for low, high in itertools.pairwise(ends)]
-    return found, {entry.key: entry.value for entry in message.metrics}

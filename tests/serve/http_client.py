@@ -5,8 +5,8 @@ import time
 import urllib.error
 import urllib.request
 
-from areal.serve.wire import LossRequest, RequestAddress, encode_loss_request
-from tests.serve.adapters import decode_loss_output
+from areal.serve.wire import LossRequest
+from tests.serve.messages import decode_loss_output, encode_loss_request
 
 PATIENCE_S = 120.0
 
@@ -65,7 +65,7 @@ class HttpModel:
 
     def send_loss(self, data, loss_fn="cross_entropy", *, forward_only=False, config=None):
         request = LossRequest(data=data, loss_fn=loss_fn, forward_only=forward_only, config=config or {})
-        body = encode_loss_request(request, RequestAddress(**self._address()))
+        body = encode_loss_request(request, **self._address())
         return self.client.ask("forward_backward", body)["request_id"]
 
     def send_step(self, lr=1e-2):

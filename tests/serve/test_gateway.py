@@ -14,16 +14,16 @@ from areal.api.data import GenerationResponse, PromptScores
 from areal.observe.log import HttpLogger
 from areal.serve import gateway as gateway_module
 from areal.serve import sampling as sampling_module
-from areal.serve import wire
 from areal.serve.gateway import SAMPLES_AHEAD, Gateway, Keys, TrainerRoutes, make_app, parsed
 from areal.serve.sampling import AdapterPool, SampleBody, Sampling
 from areal.serve.service import ServedModel, Service, failure
 from areal.serve.tenants import MAX_AHEAD
-from areal.serve.wire import PROTOBUF, LossRequest, RequestAddress, decode_sample, encode_loss_request
+from areal.serve.wire import PROTOBUF, LossRequest, parsed_message
 from areal.serve.worker import Executor, GatewayClient
 from areal.system.network import Host, http_address, listen
 from tests.run_token import TOKEN
-from tests.serve.adapters import MAX_RANK, decode_loss_output, make_slots, random_data, write_model
+from tests.serve.adapters import MAX_RANK, make_slots, random_data, write_model
+from tests.serve.messages import decode_loss_output, decode_sample, encode_loss_request
 
 KEYS = {"ann": "tml-ann", "bob": "tml-bob"}
 
@@ -96,7 +96,7 @@ class Api:
 
     async def loss(self, model, seq, data=None, **options):
         request = LossRequest(data=data or random_data(1, [5]), **({"loss_fn": "importance_sampling"} | options))
-        body = encode_loss_request(request, RequestAddress(model_id=model, seq_id=seq))
+        body = encode_loss_request(request, model, seq)
         return (await self.ok("forward_backward", body))["request_id"]
 
 
@@ -429,7 +429,7 @@ async def test_the_likeliest_tokens_of_an_answer(tmp_path):
         body = {"sampling_session_id": await base_sampler(api), "seq_id": 0, "prompt": prompt_of(4, 5)}
         body |= {"num_samples": 2, "topk_sample_logprobs": 3, "sampling_params": {"max_tokens": 2}}
         data = await api.result((await api.ok("asample", body))["request_id"])
-        top = wire._parsed("SampleResponse", data).sequences[1].topk_sampled_logprobs
+        top = parsed_message("SampleResponse", data).sequences[1].topk_sampled_logprobs
         assert np.frombuffer(top.token_ids, "<i4").reshape(top.length, top.k).tolist() == [[5, 6, 7]] * 2
         assert np.frombuffer(top.logprobs, "<f4").reshape(top.length, top.k).tolist() == [[0, -0.5, -1]] * 2
         last = fleet.requests[-1]
@@ -488,6 +488,7 @@ async def test_inflight_samplers_follow_later_saves(tmp_path, slots):
 async def test_inflight_weights_stay_while_a_sample_waits_for_them(tmp_path, slots):
     async with opened(tmp_path) as (api, _, fleet, _, address), trainer(slots, tmp_path, address):
         model = await api.new_model()
+        pool = api.gateway._sampling._weights
         api.gateway._sampling.has_started.clear()  # the fleet starts: samples wait
 
         async def save(seq):
@@ -505,7 +506,11 @@ async def test_inflight_weights_stay_while_a_sample_waits_for_them(tmp_path, slo
         await save(5)  # a server that starts again loads what the others have
         assert sorted(one.name for one in saves.iterdir()) == ["00000001", "00000004", "00000005"]
         assert len(fleet.loaded) == 1
-        api.gateway._sampling._weights._loaded.clear()  # it has left the servers
+        for turn in pool._begun:  # all leave the servers
+            turn.is_leaving = True
+        pool._advance()
+        while pool._begun:
+            await asyncio.sleep(0)
         await save(6)
         assert sorted(one.name for one in saves.iterdir()) == ["00000005", "00000006"]
 

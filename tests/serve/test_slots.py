@@ -13,10 +13,11 @@ from areal.engine.optimizer import StepSettings
 from areal.serve.losses import checked_loss
 from areal.serve.slots import AdapterSettings
 from areal.serve.tenants import SAMPLER
-from areal.serve.wire import Datum, LossRequest, RequestAddress, encode_loss_request
+from areal.serve.wire import Datum, LossRequest
 from areal.serve.worker import Executor, ReceivedCommand
 from tests.expect import raises_code
-from tests.serve.adapters import MAX_RANK, decode_loss_output, make_slots, random_data, write_model
+from tests.serve.adapters import MAX_RANK, make_slots, random_data, write_model
+from tests.serve.messages import decode_loss_output, encode_loss_request
 
 STEP = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.01, "max_norm": float("inf")}
 
@@ -55,7 +56,7 @@ class Tenant:
             self.run(
                 "loss",
                 {"forward_only": forward_only},
-                body=encode_loss_request(request, RequestAddress(model_id=self.name, seq_id=1)),
+                body=encode_loss_request(request, self.name),
             )
         )
 
