@@ -41,7 +41,7 @@ import uvloop
 from aiohttp import web
 
 from areal.api.data import GenerationRequest, GenerationResponse
-from areal.serve.gateway import API, Gateway, Keys, TrainerRoutes, make_app
+from areal.serve.gateway import API, Gateway, Keys, make_app
 from areal.serve.sampling import AdapterPool, Sampling
 from areal.serve.service import ServedModel, Service
 from areal.serve.wire import Datum, LossRequest
@@ -284,7 +284,7 @@ async def gateway(folder: Path) -> AsyncIterator[tuple[str, FakeFleet]]:
     sampling = Sampling(fleet, pool, context_length=shape.context_length)  # pyright: ignore[reportArgumentType]
     sampling.has_started.set()
     keys = Keys({"user": KEY})
-    app = make_app(Gateway(service, sampling, keys), TrainerRoutes(service), keys, token=TOKEN, host=Host())
+    app = make_app(Gateway(service, sampling, keys), keys, token=TOKEN, host=Host())
     runner = web.AppRunner(app, access_log=None, auto_decompress=False)
     await runner.setup()
     bound = listen(Host(), TOKEN)

@@ -281,19 +281,24 @@ def recover_folder(folder: Path) -> RecoveredLedger:
         reader = LedgerReader(folder)
         state = LedgerState.replay(reader.events())
         _require_payloads(folder, state)
-        if reader.incomplete is not None:
-            with open(reader.incomplete.path, "r+b") as file:
-                file.truncate(reader.incomplete.offset)
-                os.fsync(file.fileno())
-        if reader.numbers:
-            last = reader.numbers[-1]
-            newest = [payload_path(folder, number) for number in reader.segments if number >= last]
-            for path in [events_path(folder, last), *newest]:
-                fsync_path(path)
+        make_durable(folder, reader)
     except OSError as error:
         raise not_writable(folder, error) from error
     lost = tuple(reader.lost(newest=True))
     return RecoveredLedger(state=state, end=reader.end, next_number=reader.next_number, lost=lost)
+
+
+def make_durable(folder: Path, reader: LedgerReader) -> None:
+    """Cut an incomplete tail and fsync what `reader` has read, once its pass is complete. Raises OSError."""
+    if reader.incomplete is not None:
+        with open(reader.incomplete.path, "r+b") as file:
+            file.truncate(reader.incomplete.offset)
+            os.fsync(file.fileno())
+    if reader.numbers:
+        last = reader.numbers[-1]
+        newest = [payload_path(folder, number) for number in reader.segments if number >= last]
+        for path in [events_path(folder, last), *newest]:
+            fsync_path(path)
 
 
 def _require_payloads(folder: Path, state: LedgerState) -> None:

@@ -241,6 +241,10 @@ class RolloutClient:
         """What GET /status answers."""
         return orjson.loads(self._call("/status", None, "for its status"))
 
+    def post(self, path: str, body: bytes, purpose: str) -> bytes:
+        """The answer of any route, asked again until there is one."""
+        return self._call(path, body, purpose)
+
     def finish(self, steps: int) -> None:
         """Training is over after `steps`: the controller exits. One that cannot be reached has already exited."""
         try:
@@ -257,7 +261,7 @@ class RolloutClient:
     def _call(
         self,
         path: str,
-        request: TrainerRequest | None,
+        request: TrainerRequest | bytes | None,
         purpose: str,
         *,
         is_last: bool = False,
@@ -289,8 +293,9 @@ class RolloutClient:
             answered_s = reached_s = time.monotonic()
             not_ready()
 
-    def _exchange(self, path: str, request: TrainerRequest | None) -> tuple[int, bytes]:
-        address, body = self._known, None if request is None else orjson.dumps(request)
+    def _exchange(self, path: str, request: TrainerRequest | bytes | None) -> tuple[int, bytes]:
+        body = request if request is None or isinstance(request, bytes) else orjson.dumps(request)
+        address = self._known
         is_new = address is None
         if address is None:
             address = self._known = self._address if isinstance(self._address, str) else self._address()

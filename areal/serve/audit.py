@@ -56,10 +56,12 @@ def _audited(folder: Path) -> tuple[dict[str, int], list[str]]:
         if kind in ("request", "result"):
             key = kind, event["model"], event["seq"]
             seen[key] += 1
+            if event.get("result") is not None:  # of a cut
+                seen["result", event["model"], event["seq"]] += 1
             if seen[key] > 1:
                 violations.append(f"request {event['seq']} of {event['model']} has {seen[key]} records of its {kind}")
                 continue
-            if is_forgotten(tenants.models[event["model"]], event["seq"]):
+            if "is_read" not in event and is_forgotten(tenants.models[event["model"]], event["seq"]):
                 violations.append(f"request {event['seq']} of {event['model']} has a {kind} again after a cut")
                 continue
             if kind == "result" and not seen["request", event["model"], event["seq"]]:
@@ -81,8 +83,7 @@ def _audited(folder: Path) -> tuple[dict[str, int], list[str]]:
         if model.snapshot is not None:
             later = sum(one.is_step for seq, one in model.operations.items() if seq > model.snapshot)
             state = snapshot_folder(folder, model.id, model.snapshot)
-            expected = None if model.num_steps is None else model.num_steps - later
-            if text := wrong_state(state, expected):
+            if text := wrong_state(state, model.num_steps - later):
                 violations.append(f"{model.id}: the snapshot after request {model.snapshot} {text}")
     violations += wrong_weights(tenants, folder)
     names = ("requests", "computed", "failed", "waiting", "optimiser_steps")
@@ -90,16 +91,16 @@ def _audited(folder: Path) -> tuple[dict[str, int], list[str]]:
 
 
 def is_forgotten(model: Model, seq: int) -> bool:
-    """Whether a cut has dropped a request. The state of a cut is complete with its "progress"."""
+    """Whether a cut has dropped a request."""
     return model.forgotten.total() > 0 and seq < model.num_done and seq not in model.operations
 
 
-def wrong_state(folder: Path, num_steps: int | None) -> str:
+def wrong_state(folder: Path, num_steps: int) -> str:
     """What is wrong with a state in which the optimiser has made `num_steps` steps; empty = nothing."""
     if not is_complete(folder):
         return "is not complete"
     found = json.loads((folder / "state.json").read_bytes())["num_steps"]
-    return "" if num_steps in (found, None) else f"has {found} optimiser steps, but the journal {num_steps}"
+    return "" if num_steps == found else f"has {found} optimiser steps, but the journal {num_steps}"
 
 
 def wrong_weights(tenants: Tenants, folder: Path) -> Iterator[str]:

@@ -12,21 +12,21 @@ after another; samples of several calls run together.
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from areal.api.errors import InputError
+from areal.api.metrics import metric_values
 from areal.data.tokenizer import Tokenizer, load_tokenizer
 from areal.engine.mesh import TrainerMesh
 from areal.engine.optimizer import StepSettings
@@ -37,18 +37,28 @@ from areal.inference.request_parser import GenerateSettings, Prompt, Sample, see
 from areal.inference.scheduler import FinishReason, SamplingParams
 from areal.serve.command import LoraLimits, serving_config
 from areal.serve.losses import TARGETS
-from areal.serve.slots import AdapterSettings, AdapterSlots
-from areal.serve.wire import Datum, LossRequest
+from areal.serve.slots import AdapterSlots
+from areal.serve.wire import AdapterSettings, Datum, LossRequest
 from areal.serve.worker import LossResult, computed_loss
 from areal.serve.worker import build_engine as build_trainer
 from areal.system.device import pick_device
 from areal.system.process import in_daemon_thread
 
-Result = TypeVar("Result")
+Given, Result = ParamSpec("Given"), TypeVar("Result")
 LossFunction = Callable[[list[Tensor], Sequence[Datum]], Tensor]
 """Log-probabilities of the target tokens of each datum, float32 with gradients, and the data -> the loss, a sum []."""
 
 __all__ = ["Client", "Datum", "Policy", "SampledAnswer", "datum"]
+
+
+def _asynchronous(method: Callable[Given, Result]) -> Callable[Given, Coroutine[Any, Any, Result]]:
+    """The asynchronous form of a method, which runs in a thread."""
+
+    @functools.wraps(method)
+    async def run(*given: Given.args, **named: Given.kwargs) -> Result:
+        return await asyncio.wrap_future(in_daemon_thread(lambda: method(*given, **named), method.__name__))
+
+    return run
 
 
 def datum(token_ids: Sequence[int], *, num_prompt: int = 0, **values: Any) -> Datum:
@@ -145,9 +155,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _leave(self, adapter: str) -> None:
@@ -156,11 +164,8 @@ class Client:
         self._unloading.add(task)
         task.add_done_callback(self._unloading.discard)
 
-    def _start(self, work: Coroutine[Any, Any, Result]) -> "Future[Result]":
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
     def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return self._start(work).result()
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 async def _made(make: Callable[[], Result]) -> Result:
@@ -194,20 +199,12 @@ class Policy:
         leaves = [torch.from_numpy(one.copy()).requires_grad_() for one in found.logprobs]
         total = loss(leaves, data)
         gradients = torch.autograd.grad(total, leaves, allow_unused=True)
-        weighted = [
-            Datum(tokens=one.tokens, inputs={TARGETS: one.inputs[TARGETS], "weights": _weights(gradient, one)})
-            for one, gradient in zip(data, gradients, strict=True)
-        ]
-        self._computed(LossRequest(data=weighted, loss_fn="cross_entropy"))
+        self._computed(_cross_entropy(data, gradients))
         return LossResult(loss=float(total.detach()), logprobs=found.logprobs)
 
     def forward(self, data: Sequence[Datum]) -> LossResult:
         """Log-probabilities of the target tokens, without gradients; the loss is 0."""
-        blank = [
-            Datum(tokens=one.tokens, inputs={TARGETS: one.inputs[TARGETS], "weights": _weights(None, one)})
-            for one in data
-        ]
-        return self._computed(LossRequest(data=blank, loss_fn="cross_entropy", forward_only=True))
+        return self._computed(_cross_entropy(data, [None] * len(data), forward_only=True))
 
     def optim_step(
         self, lr: float, *, beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-12, weight_decay: float = 0.0,
@@ -218,7 +215,7 @@ class Policy:
         with self._active() as slots:
             metrics = slots.step(settings)
             self.version += 1
-        return {name: one.value for name, one in metrics.items()}
+        return metric_values(metrics)
 
     def save(self, folder: str | Path) -> None:
         """Write the policy with its optimiser, and in `folder`/adapter in the format of peft."""
@@ -237,16 +234,9 @@ class Policy:
                 slots.forget_moments()
             self.version += 1
 
-    async def forward_backward_async(
-        self, data: Sequence[Datum], loss: str | LossFunction = "importance_sampling", **config: float
-    ) -> LossResult:
-        return await asyncio.to_thread(self.forward_backward, data, loss, **config)
-
-    async def forward_async(self, data: Sequence[Datum]) -> LossResult:
-        return await asyncio.to_thread(self.forward, data)
-
-    async def optim_step_async(self, lr: float, **options: float) -> dict[str, float]:
-        return await asyncio.to_thread(self.optim_step, lr, **options)
+    forward_backward_async = _asynchronous(forward_backward)
+    forward_async = _asynchronous(forward)
+    optim_step_async = _asynchronous(optim_step)
 
     @contextlib.contextmanager
     def _active(self):
@@ -269,26 +259,15 @@ class Policy:
         The log-probabilities are those of temperature 1. `stop`: texts and tokens that end an answer instead of the end
         token of the model. `seed`: makes the answers a function of it.
         """
-        work = self.sample_async(
-            prompts, num_samples, max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, seed=seed
-        )
-        return self._client._wait(work)
-
-    async def sample_async(
-        self, prompts: Sequence[Sequence[int]], num_samples: int = 1, *, max_tokens: int = 256,
-        temperature: float = 1.0, top_p: float = 1.0, stop: Sequence[str | int] | None = None, seed: int | None = None,
-    ) -> list[list[SampledAnswer]]:  # fmt: skip
-        """`sample`, which other samples may overlap."""
         params = SamplingParams(
             max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, sampling_seed=seed,
             stop=tuple(one for one in stop or () if isinstance(one, str)),
             stop_token_ids=frozenset(one for one in stop or () if isinstance(one, int)),
             only_stops=stop is not None, raw_logprobs=True,
         )  # fmt: skip
-        work = self._sampled([list(prompt) for prompt in prompts], num_samples, params, seed)
-        if asyncio.get_running_loop() is self._client._loop:
-            return await work
-        return await asyncio.wrap_future(self._client._start(work))
+        return self._client._wait(self._sampled([list(prompt) for prompt in prompts], num_samples, params, seed))
+
+    sample_async = _asynchronous(sample)
 
     async def _sampled(
         self, prompts: list[list[int]], num_samples: int, params: SamplingParams, seed: int | None
@@ -333,7 +312,13 @@ def _is_cut(finish: FinishReason | None) -> bool:
     return finish is not None and finish.kind == "length"
 
 
-def _weights(gradient: Tensor | None, one: Datum) -> np.ndarray:
-    """Weights of cross_entropy whose gradient is `gradient`, None = 0."""
-    shape = one.inputs[TARGETS].shape
-    return np.zeros(shape, np.float32) if gradient is None else -gradient.numpy().astype(np.float32)
+def _cross_entropy(
+    data: Sequence[Datum], gradients: Sequence[Tensor | None], *, forward_only: bool = False
+) -> LossRequest:
+    """The request whose loss has these gradients; None = 0."""
+    weighted = list[Datum]()
+    for one, gradient in zip(data, gradients, strict=True):
+        targets = one.inputs[TARGETS]
+        weights = np.zeros(targets.shape, np.float32) if gradient is None else -gradient.numpy().astype(np.float32)
+        weighted.append(Datum(tokens=one.tokens, inputs={TARGETS: targets, "weights": weights}))
+    return LossRequest(data=weighted, loss_fn="cross_entropy", forward_only=forward_only)

@@ -35,12 +35,9 @@ def run_serve(words: Sequence[str]) -> int:
     lora = None if given.full else LoraLimits(max_rank=given.max_rank, adapters=given.adapters)
     config = serving_config(given.files, given.overrides, model=given.model, lora=lora)
     length = config.native.context_length or context_length(config.actor.path)
-    if length is None:
-        message = f"--model {given.model}: there is no config.json with a context length: name a checkpoint folder"
-        raise ConfigError(message, code="model.not_found")
-    if given.full and not Path(config.actor.path).is_dir():
-        message = f"--model {given.model}: with --full the servers load whole checkpoints: name a checkpoint folder"
-        raise ConfigError(message, code="model.not_found")
+    if length is None or (given.full and not Path(config.actor.path).is_dir()):
+        why = "with --full servers load checkpoints" if length else "there is no config.json with a context length"
+        raise ConfigError(f"--model {given.model}: {why}: name a checkpoint folder", code="model.not_found")
     folder = RunPaths.of(config).root / FOLDER
     served = ServedModel(
         name=given.name or given.model,
@@ -74,9 +71,7 @@ def run_serve(words: Sequence[str]) -> int:
 def _check_same_kind(settings: Path, served: ServedModel) -> None:
     """ConfigError when an earlier start of the service trained adapters and this one trains whole models, or the other
     way round: the saved states of the one do not fit the other."""
-    if not settings.exists():
-        return
-    if json.loads(settings.read_bytes())["served"].get("is_full", False) != served.is_full:
+    if settings.exists() and json.loads(settings.read_bytes())["served"]["is_full"] != served.is_full:
         which, fix = ("without", "leave it out") if served.is_full else ("with", "add it")
         message = f"{settings.parent} is of a service {which} --full: {fix}, or choose another trial_name"
         raise ConfigError(message, code="config.conflict")
@@ -131,18 +126,17 @@ def serving_config(files: Sequence[str], overrides: Sequence[str], *, model: str
         ]  # fmt: skip
     words += [*overrides, f"actor.path={model}"]
     config = load_settings(files, words)
-    if config.server_backend != "native" or config.train_backend != "fsdp":
-        message = f"allocation_mode={config.allocation_mode}: the service needs native servers and fsdp trainers"
-        raise ConfigError(message, code="config.conflict")
-    if lora is None and config.actor.lora is not None:
-        raise ConfigError("actor.lora: --full trains all weights: remove it", code="config.conflict")
-    dims = config.allocation.train[0].parallel
-    if dims.world_size != dims.dp:
-        message = f"allocation_mode={config.allocation_mode}: the trainer of the service has data ranks only, fsdp:dN"
-        raise ConfigError(message, code="config.conflict")
-    if config.launcher.type not in ("auto", "local"):
-        message = f"launcher.type={config.launcher.type}: the service runs on this machine only: remove the option"
-        raise ConfigError(message, code="config.conflict")
+    where, dims = f"allocation_mode={config.allocation_mode}", config.allocation.train[0].parallel
+    problems = {
+        f"{where}: the service needs native servers and fsdp trainers":
+            config.server_backend != "native" or config.train_backend != "fsdp",
+        "actor.lora: --full trains all weights: remove it": lora is None and config.actor.lora is not None,
+        f"{where}: the trainer of the service has data ranks only, fsdp:dN": dims.world_size != dims.dp,
+        f"launcher.type={config.launcher.type}: the service runs on this machine only: remove the option":
+            config.launcher.type not in ("auto", "local"),
+    }  # fmt: skip
+    for problem in (text for text, is_there in problems.items() if is_there):
+        raise ConfigError(problem, code="config.conflict")
     config = replace(config, strict_config=False)
     check_config(config)
     return config

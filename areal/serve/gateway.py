@@ -9,23 +9,21 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cache
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any
 
 import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from pydantic import Field, TypeAdapter, ValidationError
 
 from areal.api.errors import ArealError, RequestError
 from areal.observe.log import get_logger
-from areal.serve.sampling import Body, Number, SampleBody, Sampling, queue_of
+from areal.serve import wire
+from areal.serve.sampling import Sampling, queue_of
 from areal.serve.service import ADAPTER, Service, failure, weights_folder
 from areal.serve.tenants import EXTERNAL, INFLIGHT, SAMPLER, TRAINING, Forgotten, Model, NotFound, SavedWeights
-from areal.serve.wire import PROTOBUF, parsed_message
 from areal.system.durable import COMPLETE
 from areal.system.http_guard import RequestGuard, read_body
 from areal.system.network import Host
@@ -47,143 +45,6 @@ _NAME = re.compile(r"[\w-][\w.-]{0,127}")
 _CHECKPOINT_TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionBody(Body):
-    session_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraBody(Body):
-    rank: Annotated[int, Field(ge=1, le=2**20)] = 32
-    seed: Number | None = None
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CreateModelBody(SessionBody):
-    model_seq_id: Number
-    base_model: str
-    user_metadata: dict[str, str] | None = None
-    lora_config: LoraBody = field(default_factory=LoraBody)
-    optimizer_config: dict[str, Any] = field(default_factory=dict[str, Any])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadBody(Body):
-    path: str
-    optimizer: bool
-    model_id: str = ""
-    seq_id: Number | None = None
-    session_id: str = ""
-    model_seq_id: Number | None = None
-    base_model: str | None = None
-    user_metadata: dict[str, str] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingBody(Body):
-    """The fields of every request to a model."""
-
-    model_id: str
-    seq_id: Annotated[int, Field(ge=1, lt=2**63)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamBody(Body):
-    learning_rate: Annotated[float, Field(ge=0, le=1e3)] = 1e-4
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Field(gt=0, le=1)] = 1e-12
-    weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0
-    grad_clip_norm: Annotated[float, Field(ge=0)] = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBody(TrainingBody):
-    adam_params: AdamBody | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveBody(TrainingBody):
-    path: str | None = None
-    sampling_session_seq_id: Number | None = None
-    kind: Literal["snapshot", "inflight"] = "snapshot"
-    age_encryption_recipients: list[str] | None = None
-    ttl_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerBody(SessionBody):
-    sampling_session_seq_id: Number
-    base_model: str | None = None
-    model_path: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FutureBody(Body):
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetBody(Body):
-    sampling_session_id: str
-    cloned_sampler_id: Number = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FuturesBody(Body):
-    target: TargetBody
-    prev_cursor: Number = 0
-    timeout: Annotated[float, Field(ge=0)] | None = None
-    retrieved_request_ids: list[str] = field(default_factory=list[str])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingModelBody(Body):
-    model_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PathBody(Body):
-    tinker_path: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TtlBody(Body):
-    ttl_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandBody(Body):
-    """What a trainer rank asks for."""
-
-    run_id: Number
-    epoch: str
-    number: Number
-
-
-BodyT = TypeVar("BodyT", bound=Body)
-
-
-@cache
-def _type_of(kind: type[BodyT]) -> TypeAdapter[BodyT]:
-    return TypeAdapter(kind)
-
-
-def parsed(kind: type[BodyT], data: bytes) -> BodyT:
-    """The body of a request. RequestError that names the first wrong field."""
-    try:
-        return _type_of(kind).validate_json(data or b"{}")
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the body"
-        raise RequestError(f"{where}: {first['msg']}", code="request.invalid_field") from error
-
-
 def _json(value: Any, status: int = 200) -> web.Response:
     body = memoryview(
         orjson.dumps(value)
@@ -191,11 +52,26 @@ def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=body, status=status, content_type="application/json")
 
 
+_CONSTANT: Mapping[str, Mapping[str, Any]] = {
+    "client/config": {"sample_use_retrieve_futures": True},  # A client waits for all its samples in one request.
+    "client/dynamic_config": {},  # The flags keep their defaults: clients compute losses of their own.
+    "telemetry": {"status": "accepted"},  # Nothing is kept.
+}
+"""Path -> the only answer."""
+
+
+def _constant(answer: Mapping[str, Any]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def handler(request: web.Request) -> web.Response:
+        return _json(answer)
+
+    return handler
+
+
 def _number(request: web.Request, name: str, default: int | None = None) -> int:
     """A number of the query."""
     text = request.query.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise RequestError(f"{name}={text[:40]} is not a number", code="request.invalid_field")
+        raise wire.invalid(f"{name}={text[:40]} is not a number")
     return int(text)
 
 
@@ -222,7 +98,7 @@ class Keys:
 
 
 class Gateway:
-    """The handlers of the requests of clients. `request["key"]` is the name of the user."""
+    """The handlers of requests. `request["key"]` is the name of the user, empty for trainer ranks."""
 
     def __init__(self, service: Service, sampling: Sampling, keys: Keys, *, hold_s: float = HOLD_S) -> None:
         self._service, self._sampling, self._keys, self._hold_s = service, sampling, keys, hold_s
@@ -234,68 +110,37 @@ class Gateway:
         self._heard = dict.fromkeys(open_sessions, time.monotonic())  # Session -> when something was heard of it.
 
     def routes(self) -> list[web.RouteDef]:
-        posts: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = {
-            "client/config": self.client_config,
-            "client/dynamic_config": self.nothing,
-            "telemetry": self.telemetry,
-            "create_session": self.create_session,
-            "session_heartbeat": self.heartbeat,
-            "sessions/{session}/finish": self.finish_session,
-            "create_model": self.create_model,
-            "get_info": self.get_info,
-            "forward_backward": self.forward_backward,
-            "optim_step": self.optim_step,
-            "save_weights": self.save_weights,
-            "save_weights_for_sampler": self.save_for_sampler,
-            "save_weights_external": self.save_external,
-            "load_weights": self.load_weights,
-            "weights_info": self.weights_info,
-            "create_sampling_session": self.create_sampler,
-            "asample": self.sample,
-            "retrieve_future": self.retrieve,
-            "retrieve_futures": self.retrieve_many,
-            "cancel_future": self.cancel,
-        }
-        run = "training_runs/{model}"
-        checkpoint = f"{run}/checkpoints/{{kind}}/{{name}}"
-        gets = {
-            "healthz": self.health,
-            "get_server_capabilities": self.capabilities,
-            "samplers/{sampler}": self.get_sampler,
-            "sessions": self.list_sessions,
-            "sessions/{session}": self.get_session,
-            "training_runs": self.list_runs,
-            run: self.get_run,
-            f"{run}/checkpoints": self.list_of_run,
-            f"{checkpoint}/external_weights_urls": self.download_urls,
-            "checkpoints": self.list_checkpoints,
-        }
+        named = (  # POST, with the path of their names
+            self.create_session, self.session_heartbeat, self.create_model, self.get_info, self.forward_backward,
+            self.optim_step, self.save_weights, self.save_weights_for_sampler, self.save_weights_external,
+            self.load_weights, self.weights_info, self.create_sampling_session, self.asample, self.retrieve_future,
+            self.retrieve_futures, self.cancel_future,
+        )  # fmt: skip
+        checkpoint = f"{API}/training_runs/{{model}}/checkpoints/{{kind}}/{{name}}"
         return [
-            *(web.post(f"{API}/{path}", handler) for path, handler in posts.items()),
-            *(web.get(f"{API}/{path}", handler) for path, handler in gets.items()),
-            web.delete(f"{API}/{checkpoint}", self.delete),
-            web.post(f"{API}/{checkpoint}/publish", self.publish),
-            web.delete(f"{API}/{checkpoint}/publish", self.publish),
-            web.put(f"{API}/{checkpoint}/ttl", self.set_ttl),
+            *(web.post(f"{API}/{handler.__name__}", handler) for handler in named),
+            *(web.post(f"{API}/{path}", _constant(answer)) for path, answer in _CONSTANT.items()),
+            web.get(f"{API}/healthz", _constant({"status": "ok"})),
+            web.get(f"{API}/get_server_capabilities", self.capabilities),
+            web.get(f"{API}/samplers/{{sampler}}", self.get_sampler),
+            web.get(f"{API}/sessions", self.list_sessions),
+            web.get(f"{API}/sessions/{{session}}", self.get_session),
+            web.post(f"{API}/sessions/{{session}}/finish", self.finish_session),
+            web.get(f"{API}/training_runs", self.list_runs),
+            web.get(f"{API}/training_runs/{{model}}", self.get_run),
+            web.get(f"{API}/training_runs/{{model}}/checkpoints", self.list_of_run),
+            web.get(f"{API}/checkpoints", self.list_checkpoints),
+            web.get(f"{checkpoint}/external_weights_urls", self.download_urls),
+            web.delete(checkpoint, self.delete),
+            web.post(f"{checkpoint}/publish", self.publish),
+            web.delete(f"{checkpoint}/publish", self.publish),
+            web.put(f"{checkpoint}/ttl", self.set_ttl),
+            web.post("/trainer/command", self.next_command),
+            web.post("/trainer/result", self.finish_command),
             web.get(f"{DOWNLOAD}/{{user}}/{{expires}}/{{signature}}/{{model}}/{{name}}/{{file}}", self.download),
         ]
 
     # Sessions.
-
-    async def client_config(self, request: web.Request) -> web.Response:
-        """Flags of the SDK: a client waits for all its samples in one request. It computes losses of its own."""
-        return _json({"sample_use_retrieve_futures": True})
-
-    async def nothing(self, request: web.Request) -> web.Response:
-        """The flags keep their defaults."""
-        return _json({})
-
-    async def health(self, request: web.Request) -> web.Response:
-        return _json({"status": "ok"})
-
-    async def telemetry(self, request: web.Request) -> web.Response:
-        """Nothing is kept."""
-        return _json({"status": "accepted"})
 
     async def capabilities(self, request: web.Request) -> web.Response:
         served = self._service.served
@@ -312,8 +157,8 @@ class Gateway:
             self._heard[session] = time.monotonic()
         return _json({"type": "create_session", "session_id": session})
 
-    async def heartbeat(self, request: web.Request) -> web.Response:
-        session = parsed(SessionBody, await read_body(request)).session_id
+    async def session_heartbeat(self, request: web.Request) -> web.Response:
+        session = wire.parsed(wire.SessionBody, await read_body(request)).session_id
         if session in self._tenants.ended:
             return _json({"error": f"session {session} has ended"}, 410)
         self._heard[self._tenants.session(session, request["key"])] = time.monotonic()
@@ -349,16 +194,11 @@ class Gateway:
     # Training.
 
     async def create_model(self, request: web.Request) -> web.Response:
-        body = parsed(CreateModelBody, await read_body(request))
+        body = wire.parsed(wire.CreateModelBody, await read_body(request))
         self._require_base(body.base_model)
-        kind = body.optimizer_config.get("type", "adamw")
-        if kind != "adamw":
-            raise RequestError(
-                f"optimizer_config.type={kind} is not supported: use adamw", code="request.invalid_field"
-            )
-        lora = body.lora_config
-        settings = {"rank": lora.rank, "seed": lora.seed or 0, "train_unembed": lora.train_unembed}
-        settings |= {"train_mlp": lora.train_mlp, "train_attn": lora.train_attn}
+        if (kind := body.optimizer_config.get("type", "adamw")) != "adamw":
+            raise wire.invalid(f"optimizer_config.type={kind} is not supported: use adamw")
+        settings = body.lora_config.model_dump()
         model = await self._new_model(request["key"], body.session_id, body.model_seq_id, settings, body.user_metadata)
         return await self._accepted(model, 0, "create", {"settings": settings})
 
@@ -384,36 +224,45 @@ class Gateway:
         return _json({"request_id": request_id, "model_id": model})
 
     async def load_weights(self, request: web.Request) -> web.Response:
-        """The first request of a new model, or a request to one. What is wrong with the latter is its result."""
-        data = await read_body(request)
-        body, key = parsed(LoadBody, data), request["key"]
-        seq = 0 if body.model_seq_id is not None else body.seq_id or 0
-        model = body.model_id if body.model_seq_id is None else f"{body.session_id}:train:{body.model_seq_id}"
-        if body.model_seq_id is not None:
-            self._tenants.session(body.session_id, key)
-        if model in self._tenants.models and seq in self._tenants.model(model, key).operations:
-            return _json({"request_id": f"{model}:{seq}", "model_id": model})
-        try:
-            saved = self._tenants.weights(body.path, key, time.time())
-            if saved.kind != TRAINING:
-                text = f"{body.path} has no state for training: use a path of save_state"
-                raise RequestError(text, code="request.invalid_field")
-            if body.base_model is not None:
-                self._require_base(body.base_model)
-        except RequestError as error:
-            if body.model_seq_id is not None:
-                raise
-            self._tenants.model(model, key)
-            return await self._accepted(model, seq, "invalid", {"error": str(error)}, data)
-        if body.model_seq_id is not None:
-            await self._new_model(key, body.session_id, body.model_seq_id, saved.settings, body.user_metadata)
-        self._tenants.model(model, key)
+        """The first request of a new model, or a request to one."""
+        body, key = wire.parsed(wire.LoadBody, await read_body(request)), request["key"]
+        if body.model_seq_id is None:
+            return await self._training_request(request, "load", lambda *_: self._to_load(body, key))
+        model = f"{self._tenants.session(body.session_id, key)}:train:{body.model_seq_id}"
+        found = self._tenants.models.get(model)
+        if found is not None and found.operations:
+            return _json({"request_id": f"{model}:0", "model_id": model})
+        arguments = self._to_load(body, key)
+        await self._new_model(key, body.session_id, body.model_seq_id, arguments["settings"], body.user_metadata)
+        return await self._accepted(model, 0, "load", arguments)
+
+    def _to_load(self, body: wire.LoadBody, key: str) -> Mapping[str, Any]:
+        saved = self._tenants.weights(body.path, key, time.time())
+        if saved.kind != TRAINING:
+            raise wire.invalid(f"{body.path} has no state for training: use a path of save_state")
+        if body.base_model is not None:
+            self._require_base(body.base_model)
         arguments = {"path": body.path, "saved_seq": saved.seq, "optimizer": body.optimizer}
         arguments |= {"num_steps": saved.num_steps if body.optimizer else 0}
-        return await self._accepted(model, seq, "load", arguments | {"settings": dict(saved.settings)})
+        return arguments | {"settings": dict(saved.settings)}
+
+    async def _training_request(
+        self, request: web.Request, kind: str, arguments_of: Callable[[Model, int, bytes], Mapping[str, Any]]
+    ) -> web.Response:
+        """Accept a request to a model. What is wrong with its fields is its result: it has used its number."""
+        data = await read_body(request)
+        address = wire.parsed(wire.TrainingBody, data)
+        model, seq = self._tenants.model(address.model_id, request["key"]), address.seq_id
+        if kind != "step" and seq in model.operations:  # what it asks for may exist since
+            return _json({"request_id": model.operations[seq].request_id, "model_id": model.id})
+        try:
+            arguments = arguments_of(model, seq, data)
+        except RequestError as error:
+            return await self._accepted(model.id, seq, "invalid", {"error": str(error)}, data)
+        return await self._accepted(model.id, seq, kind, arguments)
 
     async def get_info(self, request: web.Request) -> web.Response:
-        model = self._tenants.model(parsed(TrainingModelBody, await read_body(request)).model_id, request["key"])
+        model = self._tenants.model(wire.parsed(wire.ModelBody, await read_body(request)).model_id, request["key"])
         served = self._service.served
         data = {"arch": "", "model_name": served.name, "tokenizer_id": served.tokenizer}
         facts = {"type": "get_info", "model_id": model.id, "model_data": data, "is_lora": True}
@@ -422,76 +271,50 @@ class Gateway:
     async def forward_backward(self, request: web.Request) -> web.Response:
         """What is wrong with the content is the result of the request: the SDK continues with the next number."""
         data = await read_body(request)
-        message = parsed_message("ForwardBackwardRequest", data)
+        message = wire.parsed_message("ForwardBackwardRequest", data)
         model = self._tenants.model(message.model_id, request["key"])
         if message.seq_id < 1:
-            raise RequestError(f"seq_id must be at least 1, got {message.seq_id}", code="request.invalid_field")
+            raise wire.invalid(f"seq_id must be at least 1, got {message.seq_id}")
         return await self._accepted(model.id, message.seq_id, "loss", {"forward_only": message.forward_only}, data)
 
     async def optim_step(self, request: web.Request) -> web.Response:
-        data = await read_body(request)
-        model, seq = self._address(data, request["key"])
-        try:
-            body = parsed(StepBody, data)
-            if body.adam_params is None:
-                raise RequestError("optim_step needs adam_params", code="request.invalid_field")
-        except RequestError as error:
-            return await self._accepted(model.id, seq, "invalid", {"error": str(error)}, data)
-        adam = body.adam_params
-        settings = {"lr": adam.learning_rate, "beta1": adam.beta1, "beta2": adam.beta2, "eps": adam.eps}
-        settings |= {"weight_decay": adam.weight_decay, "max_norm": adam.grad_clip_norm or 1e30}
-        return await self._accepted(model.id, seq, "step", {"settings": settings})
-
-    def _address(self, data: bytes, key: str) -> tuple[Model, int]:
-        """Whose request it is: one with a wrong field has used its number."""
-        body = parsed(TrainingBody, data)
-        return self._tenants.model(body.model_id, key), body.seq_id
+        return await self._training_request(request, "step", _to_step)
 
     async def save_weights(self, request: web.Request) -> web.Response:
-        return await self._save(await read_body(request), request["key"], "save", TRAINING)
+        return await self._training_request(request, "save", partial(self._to_save, TRAINING))
 
-    async def save_for_sampler(self, request: web.Request) -> web.Response:
-        return await self._save(await read_body(request), request["key"], "export", SAMPLER)
+    async def save_weights_for_sampler(self, request: web.Request) -> web.Response:
+        return await self._training_request(request, "export", partial(self._to_save, SAMPLER))
 
-    async def save_external(self, request: web.Request) -> web.Response:
-        return await self._save(await read_body(request), request["key"], "export", EXTERNAL)
+    async def save_weights_external(self, request: web.Request) -> web.Response:
+        return await self._training_request(request, "export", partial(self._to_save, EXTERNAL))
 
-    async def _save(self, data: bytes, key: str, kind: str, where: str) -> web.Response:
-        model, seq = self._address(data, key)
-        if seq in model.operations:
-            return _json({"request_id": model.operations[seq].request_id, "model_id": model.id})
-        try:
-            body = parsed(SaveBody, data)
-            arguments: dict[str, Any] = {"name": body.path or f"{seq:06d}", "where": where}
-            if not _NAME.fullmatch(arguments["name"]):
-                text = f"path: {arguments['name']!r} is not a name of letters, digits, -, _ and ."
-                raise RequestError(text, code="request.invalid_field")
-            if body.age_encryption_recipients:
-                text = "age_encryption_recipients is not supported: the files are not encrypted"
-                raise RequestError(text, code="request.invalid_field")
-            if body.sampling_session_seq_id is not None:
-                is_inflight = body.kind == "inflight"
-                arguments["name"] = INFLIGHT if is_inflight else f"session-{body.sampling_session_seq_id}"
-                arguments["sampler"] = f"{model.session}:sample:{body.sampling_session_seq_id}"
-            path = f"tinker://{model.id}/{where}/{arguments['name']}"
-            may_replace = body.overwrite or arguments["name"] == INFLIGHT
-            if self._tenants.is_saved(path, time.time()) and not may_replace:
-                raise RequestError(f"{path} exists: give another name, or overwrite", code="request.invalid_field")
-        except RequestError as error:
-            return await self._accepted(model.id, seq, "invalid", {"error": str(error)}, data)
-        arguments |= {"ttl_seconds": body.ttl_seconds, "user_metadata": body.user_metadata}
-        return await self._accepted(model.id, seq, kind, arguments)
+    def _to_save(self, where: str, model: Model, seq: int, data: bytes) -> Mapping[str, Any]:
+        body = wire.parsed(wire.SaveBody, data)
+        arguments: dict[str, Any] = {"name": body.path or f"{seq:06d}", "where": where}
+        if not _NAME.fullmatch(arguments["name"]):
+            raise wire.invalid(f"path: {arguments['name']!r} is not a name of letters, digits, -, _ and .")
+        if body.age_encryption_recipients:
+            raise wire.invalid("age_encryption_recipients is not supported: the files are not encrypted")
+        if body.sampling_session_seq_id is not None:
+            arguments["name"] = INFLIGHT if body.kind == "inflight" else f"session-{body.sampling_session_seq_id}"
+            arguments["sampler"] = f"{model.session}:sample:{body.sampling_session_seq_id}"
+        path = f"tinker://{model.id}/{where}/{arguments['name']}"
+        may_replace = body.overwrite or arguments["name"] == INFLIGHT
+        if self._tenants.is_saved(path, time.time()) and not may_replace:
+            raise wire.invalid(f"{path} exists: give another name, or overwrite")
+        return arguments | {"ttl_seconds": body.ttl_seconds, "user_metadata": body.user_metadata}
 
     # Sampling.
 
-    async def create_sampler(self, request: web.Request) -> web.Response:
-        body = parsed(SamplerBody, await read_body(request))
+    async def create_sampling_session(self, request: web.Request) -> web.Response:
+        body = wire.parsed(wire.SamplerBody, await read_body(request))
         session = self._tenants.session(body.session_id, request["key"])
         seq = 0
         if body.model_path:
             seq = self._tenants.weights(body.model_path, request["key"], time.time()).seq
         elif body.base_model is None:
-            raise RequestError("give model_path or base_model", code="request.invalid_field")
+            raise wire.invalid("give model_path or base_model")
         else:
             self._require_base(body.base_model)
         sampler = f"{session}:sample:{body.sampling_session_seq_id}"
@@ -505,8 +328,8 @@ class Gateway:
         name = self._service.served.name
         return _json({"sampler_id": sampler.id, "base_model": name, "model_path": sampler.path or None})
 
-    async def sample(self, request: web.Request) -> web.Response:
-        body = parsed(SampleBody, await read_body(request))
+    async def asample(self, request: web.Request) -> web.Response:
+        body = wire.parsed(wire.SampleBody, await read_body(request))
         sampler = self._tenants.sampler(body.sampling_session_id, request["key"])
         request_id = f"{sampler.id}:{body.seq_id}"
         await self._number_samples(queue_of(request_id), body.seq_id)
@@ -532,16 +355,16 @@ class Gateway:
             event = {"event": "samples", "queue": queue, "first": seq if first is None else min(first, seq)}
             await self._service.record_once(queue, event | {"limit": seq + SAMPLES_AHEAD})
 
-    async def cancel(self, request: web.Request) -> web.Response:
-        request_id = parsed(FutureBody, await read_body(request)).request_id
+    async def cancel_future(self, request: web.Request) -> web.Response:
+        request_id = wire.parsed(wire.FutureBody, await read_body(request)).request_id
         self._tenants.sampler(request_id.rpartition(":")[0], request["key"])
         self._sampling.cancel(request_id)
         return _json({})
 
     # Results.
 
-    async def retrieve(self, request: web.Request) -> web.Response:
-        request_id = parsed(FutureBody, await read_body(request)).request_id
+    async def retrieve_future(self, request: web.Request) -> web.Response:
+        request_id = wire.parsed(wire.FutureBody, await read_body(request)).request_id
         if ":sample:" in request_id:
             return await self._sampled(request_id, request["key"])
         try:
@@ -554,18 +377,18 @@ class Gateway:
         operation.is_read = True
         data = self._service.journal.read(operation.result)
         is_message = operation.kind == "loss" and operation.is_ok
-        return web.Response(body=data, content_type=PROTOBUF if is_message else "application/json")
+        return web.Response(body=data, content_type=wire.PROTOBUF if is_message else "application/json")
 
-    async def retrieve_many(self, request: web.Request) -> web.Response:
+    async def retrieve_futures(self, request: web.Request) -> web.Response:
         """Which samples of a client have ended since its last request. Those of an earlier gateway have failed."""
-        body = parsed(FuturesBody, await read_body(request))
+        body = wire.parsed(wire.FuturesBody, await read_body(request))
         sampler = self._tenants.sampler(body.target.sampling_session_id, request["key"])
         queue = f"{sampler.id}:{body.target.cloned_sampler_id}"
         lost: list[str] = []
         if queue in self._lost and self._sampling.is_older(queue, body.prev_cursor):
             numbers = range(*self._lost[queue])
             lost = [name for name in (f"{sampler.id}:{seq}" for seq in numbers) if name not in self._sampling]
-        limit_s = 0.0 if lost else self._hold_s if body.timeout is None else min(body.timeout, self._hold_s)
+        limit_s = 0.0 if lost else min(body.timeout, self._hold_s)
         if queue not in self._tenants.numbers:  # a clone that has sent nothing yet, or a name that a client made up
             await self._service.wait(lambda: queue in self._tenants.numbers, limit_s)
             return _json({"completions": [], "cursor": body.prev_cursor})
@@ -588,7 +411,7 @@ class Gateway:
         if task.cancelled():
             return web.Response(body=failure("the request was cancelled"), content_type="application/json")
         if (error := task.exception()) is None:
-            return web.Response(body=task.result(), content_type=PROTOBUF)
+            return web.Response(body=task.result(), content_type=wire.PROTOBUF)
         if not isinstance(error, ArealError):
             _log.error("%s failed", request_id, exc_info=error)
         category = "user" if isinstance(error, RequestError) else "server"
@@ -645,7 +468,7 @@ class Gateway:
         return self._page(request, "checkpoints", found)
 
     async def weights_info(self, request: web.Request) -> web.Response:
-        path = parsed(PathBody, await read_body(request)).tinker_path
+        path = wire.parsed(wire.PathBody, await read_body(request)).tinker_path
         saved = self._tenants.weights(path, request["key"], time.time())
         facts = {name: value for name, value in saved.settings.items() if name.startswith("train_")}
         facts |= {"base_model": self._service.served.name, "is_lora": True, "lora_rank": saved.settings["rank"]}
@@ -667,7 +490,7 @@ class Gateway:
         return web.Response(status=204)
 
     async def set_ttl(self, request: web.Request) -> web.Response:
-        ttl_s = parsed(TtlBody, await read_body(request)).ttl_seconds
+        ttl_s = wire.parsed(wire.TtlBody, await read_body(request)).ttl_seconds
         await self._service.change(self._own(request), expires_at=None if ttl_s is None else time.time() + ttl_s)
         return web.Response(status=204)
 
@@ -699,33 +522,31 @@ class Gateway:
             raise NotFound(f"{saved.path} was not saved by save_weights_external")
         return weights_folder(self._service.folder, saved.path, saved.seq) / ADAPTER
 
+    # The trainer ranks.
 
-class TrainerRoutes:
-    """The requests of the trainer ranks."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    def routes(self) -> list[web.RouteDef]:
-        return [web.post("/trainer/command", self.command), web.post("/trainer/result", self.result)]
-
-    async def command(self, request: web.Request) -> web.Response:
-        asked = parsed(CommandBody, await read_body(request))
+    async def next_command(self, request: web.Request) -> web.Response:
+        asked = wire.parsed(wire.CommandBody, await read_body(request))
         found = await self._service.command(asked.run_id, asked.epoch, asked.number)
         if found is None:
             return web.Response(status=204)
         head = orjson.dumps(found[0])
         return web.Response(body=len(head).to_bytes(4) + head + found[1], content_type="application/octet-stream")
 
-    async def result(self, request: web.Request) -> web.Response:
+    async def finish_command(self, request: web.Request) -> web.Response:
         body = await read_body(request)
         number, rank, failed = (_number(request, name) for name in ("number", "rank", "failed"))
         epoch = request.query.get("epoch", "")
         await self._service.finish(epoch, number, rank, result=body, failed=failed == 1)
-        return web.Response(status=204)
+        return _json({})
 
 
-def make_app(gateway: Gateway, trainer: TrainerRoutes, keys: Keys, *, token: str, host: Host) -> web.Application:
+def _to_step(_model: Model, _seq: int, data: bytes) -> Mapping[str, Any]:
+    adam = wire.parsed(wire.StepBody, data).adam_params
+    settings = {"lr": adam.learning_rate, "beta1": adam.beta1, "beta2": adam.beta2, "eps": adam.eps}
+    return {"settings": settings | {"weight_decay": adam.weight_decay, "max_norm": adam.grad_clip_norm or 1e30}}
+
+
+def make_app(gateway: Gateway, keys: Keys, *, token: str, host: Host) -> web.Application:
     """The application: clients send a key as X-API-Key, trainer ranks the run's `token` as a bearer token."""
     guard = RequestGuard(token, host)
 
@@ -753,7 +574,7 @@ def make_app(gateway: Gateway, trainer: TrainerRoutes, keys: Keys, *, token: str
             return _json({"error": f"{type(error).__name__}: {error}", "code": ArealError.code}, 500)
 
     app = web.Application(middlewares=[check], client_max_size=MAX_BODY_BYTES)
-    app.add_routes([*gateway.routes(), *trainer.routes()])
+    app.add_routes(gateway.routes())
     return app
 
 

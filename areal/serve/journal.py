@@ -3,14 +3,13 @@
 The files are those of a ledger (`areal.ledger.event_files`): groups of events with checksums, and payload files with
 the bodies of requests and results.
 
-A cut keeps them short: a new events file begins with a group that makes the whole state, and the files before it are
-removed once it is on disk. The group follows the last one before it, and its first event, "cut", has the names and the
-SHA-256 of the events files that it replaces, which begin with the cut before. A start reads from the newest cut on, and
-checks that digest where a kill has left the files. Bodies that are still needed are copied.
+A cut keeps them short: a new events file begins with a group, whose first event is "cut", that makes the whole state,
+and the files before it are removed once it is on disk. A start reads from the newest cut on. Bodies that are still
+needed are copied.
 """
 
 import asyncio
-import hashlib
+import contextlib
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from areal.ledger.event_files import (
     encode_group,
     event_numbers,
     events_path,
+    make_durable,
     not_writable,
     payload_path,
     segment_numbers,
@@ -35,8 +35,10 @@ from areal.system.durable import fsync_path
 CUT_EVENTS = 512
 """A journal is cut when it has this many events, besides twice those that the cut before has left."""
 Event = dict[str, Any]
+PLACES = ("body", "result")
+"""What events name the place of."""
 Result = TypeVar("Result")
-_TRIES = 10
+_TRIES = 5
 
 
 class Place(NamedTuple):
@@ -85,15 +87,7 @@ class Journal:
             for event in events:
                 state.apply(event)
                 self._num_events += 1
-            if reader.incomplete is not None:
-                with open(reader.incomplete.path, "r+b") as file:
-                    file.truncate(reader.incomplete.offset)
-                    os.fsync(file.fileno())
-            last = max(reader.numbers, default=0)  # an earlier process may have died between a write and its fsync
-            for number in (one for one in reader.segments if one >= last):
-                fsync_path(payload_path(folder, number))
-            if last:
-                fsync_path(events_path(folder, last))
+            make_durable(folder, reader)
             self._cut_at, self._end = CUT_EVENTS, reader.end
             self._first = min(reader.numbers, default=reader.next_number)
             self.remove_old()
@@ -146,32 +140,31 @@ class Journal:
         bodies = [one for one in group if one.body is not None]
         for one in bodies:
             assert one.body is not None
-            self._append_body(one.event, one.body, zlib.crc32(one.body))
+            one.event["body"] = self._append_body(one.body, zlib.crc32(one.body))
         if bodies:
             self._payload.sync()
         data, self._end = encode_group(self._end, 0.0, [one.event for one in group])
         self._events.write(data)
         self._events.sync()
 
-    def _append_body(self, event: Event, body: bytes, crc: int) -> None:
-        event["body"] = list(Place(self._number, self._size, len(body), crc))
+    def _append_body(self, body: bytes, crc: int) -> list[int]:
         self._payload.write(body)
         self._size += len(body)
+        return [self._number, self._size - len(body), len(body), crc]
 
     def cut(self, events: Sequence[Event]) -> None:
         """Begin new files with `events`, which make the state and get new places. Until `remove_old` has returned,
         nothing is appended. A process that ends meanwhile leaves a journal with the same state."""
         old, after = (self._events, self._payload), self._end
-        sealed = list(range(self._first, self._number + 1))
-        head = {"event": "cut", "sealed": sealed, "sha256": seal_of(self._folder, sealed)}
         try:
             self._begin(self._number + 1)
             for event in events:
-                if event.get("body") is not None:  # not checked: what is damaged stays so
-                    place = Place(*event["body"])
-                    self._append_body(event, _bytes_at(self._folder, place), place.crc)
+                for name in PLACES:
+                    if event.get(name) is not None:  # not checked: what is damaged stays so
+                        place = Place(*event[name])
+                        event[name] = self._append_body(_bytes_at(self._folder, place), place.crc)
             self._payload.sync()
-            data, self._end = encode_group(after, 0.0, [head, *events])
+            data, self._end = encode_group(after, 0.0, [{"event": "cut"}, *events])
             self._events.write(data)
             self._events.sync()
             for file in old:
@@ -217,12 +210,8 @@ def undisturbed(folder: Path, read: Callable[[], Result]) -> Result:
     """The result of `read` on the journal of a service that may run: again after a cut has removed files meanwhile."""
     for _ in range(_TRIES):
         numbers = event_numbers(folder)
-        try:
+        with contextlib.suppress(LedgerError, OSError):
             found = read()
-        except (LedgerError, OSError):
-            if event_numbers(folder) == numbers:
-                raise
-        else:
             if event_numbers(folder) == numbers:
                 return found
     return read()
@@ -237,28 +226,9 @@ def opened_journal(folder: Path) -> tuple[LedgerReader, Iterator[Event]]:
         if number > first and number not in reader.numbers:
             text = f"{events_path(folder, number)} is missing: restore the folder from a copy"
             raise LedgerError(text, code="ledger.damaged")
-    return reader, _checked(folder, reader.events())
-
-
-def _checked(folder: Path, events: Iterator[Event]) -> Iterator[Event]:
-    for event in events:
-        if event["event"] == "cut":
-            files = [events_path(folder, number) for number in event["sealed"]]
-            if all(path.exists() for path in files) and seal_of(folder, event["sealed"]) != event["sha256"]:
-                text = f"{files[0]} and those up to {files[-1].name} are not what the cut after them has sealed"
-                raise LedgerError(f"{text}: restore the folder from a copy", code="ledger.damaged")
-        elif event["event"] != "group":
-            yield event
+    return reader, (event for event in reader.events() if event["event"] not in ("group", "cut"))
 
 
 def _begins_with_cut(folder: Path, number: int) -> bool:
     group = decode_group(events_path(folder, number).read_bytes(), 0)
     return group is not None and group[0][1]["event"] == "cut"
-
-
-def seal_of(folder: Path, numbers: Sequence[int]) -> str:
-    """SHA-256 of the events files with these numbers, one after another."""
-    digest = hashlib.sha256()
-    for path in (events_path(folder, number) for number in numbers):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

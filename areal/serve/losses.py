@@ -4,7 +4,7 @@ Position t of an input of N tokens predicts target t. Formulas: tinker-docs.thin
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,127 +12,102 @@ from torch import Tensor
 
 from areal.api.batch import CANDIDATE_IDS, LossOutput, MicroBatch, TokenOutputs, TrainBatch, required
 from areal.api.columns import ColumnSpec
-from areal.api.errors import RequestError
 from areal.api.metrics import Metric
 from areal.data.pack import token_positions
-from areal.serve.wire import Datum, LossRequest
+from areal.serve.wire import Datum, LossRequest, invalid
 
 TARGETS = "target_tokens"
-_DEFAULTS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}  # Loss -> default clip_low_threshold and clip_high_threshold.
+Inputs = Mapping[str, Tensor]
+"""Of a loss at the positions of a micro-batch: [T, K] float32 by name, and the settings of the loss, for each position
+or for all; "sequence" is the number [T] of the sequence."""
 NO_FORMULA = ("stable_reinforce",)
 """Losses of the service of Thinking Machines without a published formula."""
 
 
-@dataclass(frozen=True, slots=True)
-class LossInputs:
-    """Inputs of a loss at the positions of a micro-batch: [T, K] float32 by name, `weights` for cross_entropy only."""
-
-    columns: Mapping[str, Tensor]
-    config: Mapping[str, float]
-    sequence_index: Tensor
-    num_sequences: int
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.columns[name]
-
-    def threshold(self, name: str, default: float | None) -> Tensor | float:
-        """A clip threshold: one for each token where the request has those, else that of the configuration."""
-        if name in self.columns:
-            return self.columns[name]
-        return self.config[name] if default is None else self.config.get(name, default)
-
-
-def _ratio(logprobs: Tensor, inputs: LossInputs) -> Tensor:
+def _ratio(logprobs: Tensor, inputs: Inputs) -> Tensor:
     return (logprobs - inputs["logprobs"]).exp()
 
 
-def _clipped(ratio: Tensor, inputs: LossInputs, name: str) -> Tensor:
-    low, high = _DEFAULTS.get(name, (None, None))
-    clipped = torch.maximum(ratio, torch.as_tensor(inputs.threshold("clip_low_threshold", low)))
-    return torch.minimum(clipped, torch.as_tensor(inputs.threshold("clip_high_threshold", high)))
+def _clipped(ratio: Tensor, inputs: Inputs) -> Tensor:
+    return torch.minimum(torch.maximum(ratio, inputs["clip_low_threshold"]), inputs["clip_high_threshold"])
 
 
-def _cross_entropy(logprobs: Tensor, inputs: LossInputs) -> Tensor:
-    return -(inputs["weights"] * logprobs)
+def _smaller(ratio: Tensor, inputs: Inputs) -> Tensor:
+    """The loss of a ratio that is clipped where that makes it larger."""
+    return -torch.minimum(ratio * inputs["advantages"], _clipped(ratio, inputs) * inputs["advantages"])
 
 
-def _importance_sampling(logprobs: Tensor, inputs: LossInputs) -> Tensor:
-    return -(_ratio(logprobs, inputs) * inputs["advantages"])
+def _cispo(logprobs: Tensor, inputs: Inputs) -> Tensor:
+    return -(_clipped(_ratio(logprobs.detach(), inputs), inputs) * logprobs * inputs["advantages"])
 
 
-def _ppo(logprobs: Tensor, inputs: LossInputs) -> Tensor:
-    ratio, advantages = _ratio(logprobs, inputs), inputs["advantages"]
-    return -torch.minimum(ratio * advantages, _clipped(ratio, inputs, "ppo") * advantages)
+def _dro(logprobs: Tensor, inputs: Inputs) -> Tensor:
+    squares = (logprobs - inputs["logprobs"]).square()
+    return -(logprobs * inputs["advantages"] - inputs["beta"] / 2 * squares)
 
 
-def _cispo(logprobs: Tensor, inputs: LossInputs) -> Tensor:
-    ratio = _ratio(logprobs.detach(), inputs)
-    return -(_clipped(ratio, inputs, "cispo") * logprobs * inputs["advantages"])
-
-
-def _dro(logprobs: Tensor, inputs: LossInputs) -> Tensor:
-    half_beta = inputs.threshold("beta", None) / 2
-    return -(logprobs * inputs["advantages"] - half_beta * (logprobs - inputs["logprobs"]).square())
-
-
-def _gspo(logprobs: Tensor, inputs: LossInputs) -> Tensor:
+def _gspo(logprobs: Tensor, inputs: Inputs) -> Tensor:
     """GSPO-token: the ratio of a sequence, exp of the mean log-ratio over its mask, with the gradient of each token."""
-    mask, advantages = inputs["sequence_ratio_mask"], inputs["advantages"]
-    sums = logprobs.new_zeros(2, inputs.num_sequences)
-    sums[0].index_add_(0, inputs.sequence_index, ((logprobs.detach() - inputs["logprobs"]) * mask).sum(-1))
-    sums[1].index_add_(0, inputs.sequence_index, mask.sum(-1))
-    mean = (sums[0] / sums[1].clamp_min(1))[inputs.sequence_index].unsqueeze(-1)
-    ratio = (mean + logprobs - logprobs.detach()).exp()
-    return -torch.minimum(ratio * advantages, _clipped(ratio, inputs, "gspo") * advantages)
+    mask, numbers = inputs["sequence_ratio_mask"], inputs["sequence"]
+    sums = logprobs.new_zeros(2, int(numbers.max()) + 1)
+    sums[0].index_add_(0, numbers, ((logprobs.detach() - inputs["logprobs"]) * mask).sum(-1))
+    sums[1].index_add_(0, numbers, mask.sum(-1))
+    mean = (sums[0] / sums[1].clamp_min(1))[numbers].unsqueeze(-1)
+    return _smaller((mean + logprobs - logprobs.detach()).exp(), inputs)
 
 
-_ROLLOUT = ("logprobs", "advantages")
-_LOSSES: Mapping[str, tuple[Callable[[Tensor, LossInputs], Tensor], tuple[str, ...]]] = {
-    "cross_entropy": (_cross_entropy, ("weights",)),
-    "importance_sampling": (_importance_sampling, _ROLLOUT),
-    "ppo": (_ppo, _ROLLOUT),
-    "cispo": (_cispo, _ROLLOUT),
-    "dro": (_dro, _ROLLOUT),
-    "gspo": (_gspo, (*_ROLLOUT, "sequence_ratio_mask")),
-}
-"""Name -> the losses of positions, [T, K], and the inputs that the request must have."""
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """A loss of the API."""
+
+    of: Callable[[Tensor, Inputs], Tensor]
+    """Log-probabilities [T, K] and inputs -> the losses of positions, [T, K]."""
+    needed: tuple[str, ...] = ("logprobs", "advantages")
+    """Inputs that the request must have."""
+    settings: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    """Settings with their defaults; None = there is none."""
+
+
 _PER_TOKEN = ("clip_low_threshold", "clip_high_threshold")
-_NEEDED = {"gspo": _PER_TOKEN, "dro": ("beta",)}  # Settings without a default.
+_LOSSES = {
+    "cross_entropy": _Loss(lambda logprobs, inputs: -(inputs["weights"] * logprobs), ("weights",)),
+    "importance_sampling": _Loss(lambda logprobs, inputs: -(_ratio(logprobs, inputs) * inputs["advantages"])),
+    "ppo": _Loss(
+        lambda logprobs, inputs: _smaller(_ratio(logprobs, inputs), inputs),
+        settings=dict(zip(_PER_TOKEN, (0.8, 1.2), strict=True)),
+    ),
+    "cispo": _Loss(_cispo, settings=dict(zip(_PER_TOKEN, (0.0, 4.0), strict=True))),
+    "dro": _Loss(_dro, settings={"beta": None}),
+    "gspo": _Loss(_gspo, ("logprobs", "advantages", "sequence_ratio_mask"), dict.fromkeys(_PER_TOKEN)),
+}
 
 
 def checked_loss(request: LossRequest) -> None:
     """Raise RequestError for a request that no gradient can be computed of."""
-    if request.loss_fn in NO_FORMULA:
-        text = f"loss_fn={request.loss_fn} has no published formula: use loss_fn=cispo, ppo or importance_sampling"
-        raise RequestError(text, code="request.invalid_field")
-    if request.loss_fn not in _LOSSES:
-        text = f"loss_fn={request.loss_fn} is not known: use {', '.join(_LOSSES)}"
-        raise RequestError(text, code="request.invalid_field")
+    name = request.loss_fn
+    if name in NO_FORMULA:
+        raise invalid(f"loss_fn={name} has no published formula: use loss_fn=cispo, ppo or importance_sampling")
+    if (loss := _LOSSES.get(name)) is None:
+        raise invalid(f"loss_fn={name} is not known: use {', '.join(_LOSSES)}")
     if not request.data:
-        raise RequestError("the request has no datum", code="request.invalid_field")
-    known = {TARGETS, *_LOSSES[request.loss_fn][1], *_PER_TOKEN, "mask", "weights"}
-    needed = _NEEDED.get(request.loss_fn, ())
-    for name in (*_PER_TOKEN, *needed):
-        count = sum(name in datum.inputs for datum in request.data)
+        raise invalid("the request has no datum")
+    for setting in {*_PER_TOKEN, *loss.settings}:
+        count = sum(setting in datum.inputs for datum in request.data)
         if 0 < count < len(request.data):
-            raise RequestError(f"{name} is an input of some data only: give it for all", code="request.invalid_field")
-        if not count and name in needed and name not in request.config:
-            raise RequestError(f"{request.loss_fn} needs {name} in loss_fn_config", code="request.invalid_field")
+            raise invalid(f"{setting} is an input of some data only: give it for all")
+        if not count and loss.settings.get(setting, 0.0) is None and setting not in request.config:
+            raise invalid(f"{name} needs {setting} in loss_fn_config")
     for number, datum in enumerate(request.data):
         targets = datum.inputs.get(TARGETS)
         if targets is None or targets.ndim not in (1, 2) or len(targets) != len(datum.tokens) or not targets.size:
-            text = f"datum {number} needs one target_tokens for each of its {len(datum.tokens)} tokens"
-            raise RequestError(text, code="request.invalid_field")
-        given = [name for name in _PER_TOKEN if name in datum.inputs]
-        for name in (TARGETS, *_LOSSES[request.loss_fn][1], *given):
-            if name not in datum.inputs:
-                raise RequestError(f"datum {number} lacks {name}", code="request.invalid_field")
-            if datum.inputs[name].shape != targets.shape:
-                text = f"datum {number}: {name} has shape {list(datum.inputs[name].shape)}, not {list(targets.shape)}"
-                raise RequestError(text, code="request.invalid_field")
-        if unknown := datum.inputs.keys() - known:
-            text = f"datum {number}: {request.loss_fn} has no input {min(unknown)}"
-            raise RequestError(text, code="request.invalid_field")
+            raise invalid(f"datum {number} needs one target_tokens for each of its {len(datum.tokens)} tokens")
+        for given in (*loss.needed, *(one for one in _PER_TOKEN if one in datum.inputs)):
+            if given not in datum.inputs:
+                raise invalid(f"datum {number} lacks {given}")
+            if (shape := datum.inputs[given].shape) != targets.shape:
+                raise invalid(f"datum {number}: {given} has shape {list(shape)}, not {list(targets.shape)}")
+        if unknown := datum.inputs.keys() - {TARGETS, *loss.needed, *_PER_TOKEN, "mask", "weights"}:
+            raise invalid(f"datum {number}: {name} has no input {min(unknown)}")
 
 
 def _column(name: str, width: int) -> ColumnSpec:
@@ -144,32 +119,30 @@ def to_batch(data: Sequence[Datum], names: Sequence[str], width: int) -> TrainBa
 
     `names`: the inputs that become columns, [T, K] float32. `width`: K, that of the widest datum; the rest is 0.
     """
-    lengths = [len(datum.tokens) + 1 for datum in data]
-    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    bounds = np.cumsum([0, *(len(datum.tokens) + 1 for datum in data)])
     total = int(bounds[-1])
-    ids, targets = np.zeros(total, np.int64), np.zeros((total, width), np.int64)
-    columns = {name: np.zeros((total, width), np.float32) for name in names}
-    for datum, start in zip(data, bounds, strict=False):
-        end = start + len(datum.tokens)
-        ids[start:end] = datum.tokens
-        found = datum.inputs[TARGETS].reshape(len(datum.tokens), -1)
-        targets[start:end, : found.shape[1]] = found
-        for name, column in columns.items():
-            column[start:end, : found.shape[1]] = datum.inputs[name].reshape(len(datum.tokens), -1)
+
+    def column(name: str, kind: type[np.generic]) -> Tensor:
+        rows = np.zeros((total, width), kind)
+        for datum, start in zip(data, bounds, strict=False):
+            found = datum.inputs[name].reshape(len(datum.tokens), -1)
+            rows[start : start + len(found), : found.shape[1]] = found
+        return torch.from_numpy(rows)
+
+    ids = [np.append(datum.tokens, 0) for datum in data]
     count = len(data)
-    nothing = torch.zeros(total)
-    specs = {_column(name, width): torch.from_numpy(column) for name, column in columns.items()}
+    columns = {_column(name, width): column(name, np.float32) for name in names}
     return TrainBatch(
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
-        sequence_index=torch.repeat_interleave(torch.arange(count), torch.tensor(lengths, dtype=torch.int64)),
-        input_ids=torch.from_numpy(ids),
+        sequence_index=torch.repeat_interleave(torch.arange(count), torch.from_numpy(np.diff(bounds))),
+        input_ids=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ids])),
         loss_mask=torch.ones(total, dtype=torch.bool),
-        rollout_logprobs=nothing,
+        rollout_logprobs=torch.zeros(total),
         output_versions=torch.zeros(total, dtype=torch.int64),
         rewards=torch.zeros(count),
         group_ids=torch.arange(count),
         finished=torch.ones(count, dtype=torch.bool),
-        columns={CANDIDATE_IDS: torch.from_numpy(targets), **specs},
+        columns={CANDIDATE_IDS: column(TARGETS, np.int64), **columns},
     )
 
 
@@ -211,15 +184,11 @@ class ComputedLoss:
         return float(self._losses(logprobs, self.batch).sum())
 
     def _losses(self, logprobs: Tensor, batch: TrainBatch) -> Tensor:
-        function, _ = _LOSSES[self.request.loss_fn]
-        width = logprobs.shape[1]
-        columns = {
-            name: batch.column(spec)
-            for name in input_names(self.request)
-            if (spec := _column(name, width)) in batch.columns
-        }
-        inputs = LossInputs(columns, self.request.config, batch.sequence_index, batch.num_sequences)
-        return function(logprobs, inputs)
+        loss, width = _LOSSES[self.request.loss_fn], logprobs.shape[1]
+        inputs = {name: batch.column(_column(name, width)) for name in input_names(self.request)}
+        for name, default in loss.settings.items():
+            inputs.setdefault(name, torch.tensor(self.request.config.get(name, default)))
+        return loss.of(logprobs, {**inputs, "sequence": batch.sequence_index})
 
     def by_datum(self, reduce_sum: Callable[[Tensor], Tensor]) -> list[np.ndarray]:
         """The log-probabilities of all data, float32 in the shapes of their target_tokens; a collective.
@@ -238,5 +207,5 @@ class ComputedLoss:
 
 def input_names(request: LossRequest) -> list[str]:
     """The inputs of the loss that the request has, without the target tokens."""
-    _, needed = _LOSSES[request.loss_fn]
-    return [*needed, *(name for name in _PER_TOKEN if all(name in datum.inputs for datum in request.data))]
+    given = [name for name in _PER_TOKEN if all(name in datum.inputs for datum in request.data)]
+    return [*_LOSSES[request.loss_fn].needed, *given]

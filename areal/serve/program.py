@@ -16,7 +16,7 @@ from areal.fleet.fleet import Fleet
 from areal.fleet.server_backend import replica_factory
 from areal.observe.log import HttpLogger, get_logger
 from areal.serve.audit import FOLDER
-from areal.serve.gateway import Gateway, Keys, TrainerRoutes, make_app
+from areal.serve.gateway import Gateway, Keys, make_app
 from areal.serve.sampling import AdapterPool, Sampling, WholeWeights
 from areal.serve.service import ADAPTER, ServedModel, Service, base_folder
 from areal.system.discovery import registry_of
@@ -59,7 +59,7 @@ async def serve_clients(config: PPOConfig, context: ProcessContext, served: Serv
     sampling = Sampling(fleet, weights, context_length=served.context_length)
     keys = Keys(json.loads((folder / KEYS).read_bytes()))
     gateway = Gateway(service, sampling, keys)
-    app = make_app(gateway, TrainerRoutes(service), keys, token=token, host=context.host)
+    app = make_app(gateway, keys, token=token, host=context.host)
     stopped: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda n=number: stopped.done() or stopped.set_result(n))

@@ -6,91 +6,30 @@ import contextlib
 import hashlib
 import time
 from abc import ABC, abstractmethod
-from array import array
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import ConfigDict, Field
 
-from areal.api.columns import Packed, joined
+from areal.api.columns import joined
 from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, PromptScoring, WeightUpdate
 from areal.api.errors import ArealError, RequestError
 from areal.api.metrics import gather_or_cancel
 from areal.fleet.fleet import Fleet
 from areal.observe.log import get_logger
-from areal.serve.wire import encode_sample
+from areal.serve.wire import MAX_SAMPLES, SampleBody, encode_sample, invalid
 
 _log = get_logger("serve")
-MAX_SAMPLES, MAX_TOP = 1024, 1024
 KEEP_S = 600.0
 """The result of a sample is kept for this time."""
 CLONE = 1_000_000_000
 """A client that is a clone of another one counts its samples from a multiple of this number."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Body:
-    """The base of JSON bodies. Fields that the SDK may add are ignored."""
-
-    __pydantic_config__ = ConfigDict(extra="ignore", strict=False, allow_inf_nan=False)
-
-
-Number = Annotated[int, Field(ge=0, lt=2**63)]
-"""A number that clients count or choose."""
-TopK = Annotated[int, Field(ge=0, le=MAX_TOP)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextChunk(Body):
-    tokens: list[int]
-    type: Literal["encoded_text"] = "encoded_text"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt(Body):
-    chunks: list[TextChunk]
-
-    @property
-    def token_ids(self) -> Packed[int]:
-        try:
-            return Packed(array("i", [token for chunk in self.chunks for token in chunk.tokens]))
-        except OverflowError as error:
-            raise RequestError(f"the prompt has no token ids: {error}", code="request.invalid_field") from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleSettings(Body):
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    seed: Number | None = None
-    stop: str | list[str] | list[int] | None = None
-    """None: the end token of the model. A list replaces it; an empty one: nothing ends an answer."""
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleBody(Body):
-    """Fields of /asample."""
-
-    sampling_session_id: str
-    seq_id: Number
-    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    prompt: Prompt
-    sampling_params: SampleSettings = field(default_factory=SampleSettings)
-    prompt_logprobs: bool | None = None
-    prompt_logprobs_last_n: int | None = None
-    topk_prompt_logprobs: TopK = 0
-    topk_sample_logprobs: TopK = 0
-    target_prompt_logprobs: dict[str, Any] | None = None
-    prompt_alt_tokens_k: TopK = 0
 
 
 class _Turn:
@@ -257,13 +196,7 @@ class Sampling:
 
     def start(self, request_id: str, body: SampleBody, folder: Path | None) -> None:
         """Begin a sample. `folder`: of the weights; None = the base model. A wrong request fails as its result."""
-        try:
-            requests = make_requests(body, request_id, context_length=self._context_length)
-        except RequestError as error:
-            work = _failed(error)
-        else:
-            work = self._sample(requests, folder, body.topk_sample_logprobs, with_logprobs=bool(body.prompt_logprobs))
-        task = self._tasks[request_id] = asyncio.create_task(work, name=request_id)
+        task = self._tasks[request_id] = asyncio.create_task(self._sample(request_id, body, folder), name=request_id)
         task.add_done_callback(self._ended)
         if folder is not None:
             self._named[folder] += 1
@@ -283,8 +216,7 @@ class Sampling:
 
     def _ended(self, task: asyncio.Task[bytes]) -> None:
         request_id = task.get_name()
-        if not task.cancelled():
-            task.exception()  # a client that never asks for it is no reason for a traceback in the log
+        _noted(task)
         if self._tasks.get(request_id) is task:  # else it was cancelled, or sent again since
             self._queue(queue_of(request_id)).add(request_id)
             asyncio.get_running_loop().call_later(KEEP_S, self._expire, task)
@@ -355,10 +287,11 @@ class Sampling:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._weights.close()
 
-    async def _sample(
-        self, requests: list[GenerationRequest], folder: Path | None, top_k: int, *, with_logprobs: bool
-    ) -> bytes:
-        """A SampleResponse. `top_k`: likeliest tokens that are wanted at each place of an answer."""
+    async def _sample(self, request_id: str, body: SampleBody, folder: Path | None) -> bytes:
+        """A SampleResponse."""
+        requests = make_requests(body, request_id, context_length=self._context_length)
+        top_k, with_logprobs = body.topk_sample_logprobs, bool(body.prompt_logprobs)
+        del body  # thousands of samples wait
         if not self.has_started.is_set():
             await self.has_started.wait()
         async with self._weights.used(folder) as name:
@@ -366,10 +299,8 @@ class Sampling:
                 requests = [replace(request, adapter=name) for request in requests]
             answers = await self._generated(requests)
             rescored: list[GenerationResponse] = []
-            if top_k:
-                pairs = zip(requests, answers, strict=True)
-                again = [rescoring(request, answer, top_k) for request, answer in pairs]
-                rescored = await self._generated(again)
+            if top_k:  # likeliest tokens that are wanted at each place of an answer
+                rescored = await self._generated([*map(partial(rescoring, top_k), requests, answers)])
         return encode_sample(answers, rescored, with_logprobs=with_logprobs)
 
     def _generated(self, requests: list[GenerationRequest]) -> Awaitable[list[GenerationResponse]]:
@@ -380,8 +311,8 @@ def _adapter_name(folder: Path) -> str:
     return f"{folder.parent.parent.name[:40]}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
 
 
-def _noted(future: "asyncio.Future[None]") -> None:
-    """Retrieve the error, which every request gets: asyncio logs a traceback for one that nobody retrieves."""
+def _noted(future: "asyncio.Future[Any]") -> None:
+    """Retrieve the error: that nobody asks for it is no reason for a traceback in the log."""
     if not future.cancelled():
         future.exception()
 
@@ -389,10 +320,6 @@ def _noted(future: "asyncio.Future[None]") -> None:
 def _set(future: "asyncio.Future[None]", *_: object) -> None:
     if not future.done():
         future.set_result(None)
-
-
-async def _failed(error: RequestError) -> bytes:
-    raise error
 
 
 def queue_of(request_id: str) -> str:
@@ -433,18 +360,22 @@ def make_requests(body: SampleBody, group_id: str, *, context_length: int) -> li
     """The requests to the fleet, one for each sample. RequestError for settings that no server has."""
     prompt, settings = body.prompt.token_ids, body.sampling_params
     if body.prompt_logprobs_last_n is not None and not 1 <= body.prompt_logprobs_last_n < len(prompt):
-        raise RequestError(
-            "prompt_logprobs_last_n must be between 1 and the prompt's tokens - 1", code="request.invalid_field"
-        )
+        raise invalid("prompt_logprobs_last_n must be between 1 and the prompt's tokens - 1")
     room = context_length - len(prompt) - bool(body.topk_sample_logprobs)
     if room < 1:
         text = f"the prompt has {len(prompt)} tokens, and prompt and answer at most {context_length}"
         raise RequestError(text, code="request.too_long")
-    stop = settings.stop
-    gconfig = _gconfig(
-        min(settings.max_tokens or room, room), context_length, settings.temperature, settings.top_p, settings.top_k,
-        stop if isinstance(stop, str) else tuple(stop or ()),
-    )  # fmt: skip
+    stop: list[str | int] = [settings.stop] if isinstance(settings.stop, str) else [*(settings.stop or ())]
+    gconfig = GenerationHyperparameters(
+        max_new_tokens=min(settings.max_tokens or room, room),
+        max_tokens=context_length,
+        greedy=settings.temperature == 0,
+        temperature=settings.temperature or 1.0,
+        top_p=settings.top_p,
+        top_k=100_000_000 if settings.top_k < 1 else settings.top_k,
+        stop_token_ids=[token for token in stop if isinstance(token, int)],
+        stop=[text for text in stop if isinstance(text, str)] or None,
+    )
     wants_prompt = body.prompt_logprobs or body.topk_prompt_logprobs or body.prompt_alt_tokens_k
     scoring = None
     if wants_prompt or body.target_prompt_logprobs is not None:
@@ -463,37 +394,14 @@ def make_requests(body: SampleBody, group_id: str, *, context_length: int) -> li
             group_id=group_id,
             seed=None if settings.seed is None else settings.seed + number,
             raw_logprobs=True,
-            only_stops=stop is not None,
+            only_stops=settings.stop is not None,
             scoring=scoring if number == 0 else None,
         )
         for number in range(body.num_samples)
     ]
 
 
-@lru_cache(maxsize=1024)
-def _gconfig(
-    max_new_tokens: int,
-    max_tokens: int,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    stop: str | tuple[str | int, ...],
-) -> GenerationHyperparameters:
-    """The settings that most samples of a client have in common. `stop`: token ids and strings that end an answer."""
-    listed = (stop,) if isinstance(stop, str) else stop
-    return GenerationHyperparameters(
-        max_new_tokens=max_new_tokens,
-        max_tokens=max_tokens,
-        greedy=temperature == 0,
-        temperature=temperature or 1.0,
-        top_p=top_p,
-        top_k=100_000_000 if top_k < 1 else top_k,
-        stop_token_ids=[token for token in listed if isinstance(token, int)],
-        stop=[text for text in listed if isinstance(text, str)] or None,
-    )
-
-
-def rescoring(request: GenerationRequest, answer: GenerationResponse, top_k: int) -> GenerationRequest:
+def rescoring(top_k: int, request: GenerationRequest, answer: GenerationResponse) -> GenerationRequest:
     """The request for the likeliest tokens at each place of an answer, which becomes part of a prompt."""
     return replace(
         request,
@@ -514,5 +422,4 @@ def _targets(tensor: dict[str, Any] | None) -> tuple[tuple[int, ...], ...]:
         values = np.frombuffer(base64.b64decode(data), "<i8") if isinstance(data, str) else np.asarray(data, np.int64)
         return tuple(tuple(row) for row in values.reshape(shape).tolist())
     except (KeyError, ValueError, TypeError, OverflowError) as error:
-        text = f"target_prompt_logprobs has no rows of token ids: {error}"
-        raise RequestError(text, code="request.invalid_field") from error
+        raise invalid(f"target_prompt_logprobs has no rows of token ids: {error}") from error

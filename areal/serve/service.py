@@ -238,25 +238,24 @@ class Service:
                 body = orjson.dumps({"model_id": model.id, "path": operation.arguments.get("path")})
             if is_error and command.kind == "snapshot":
                 model.rewind()  # the load that it belongs to fails
-            before = model.snapshot
             await self._finish(operation, body, ok=not is_error)
-            if model.snapshot != before:
-                await self._forget_snapshot(model, before)
         elif command.kind == "snapshot" and not is_error and model.snapshot != command.seq:
-            before = model.snapshot
-            await self.record({"event": "snapshot", "model": model.id, "seq": command.seq})
-            await self._forget_snapshot(model, before)
+            await self._record_of(model, {"event": "snapshot", "model": model.id, "seq": command.seq})
         self._command = None  # not before the result is recorded: the next command may depend on it
         if not is_error and (due := self._schedule.snapshot_after(command)) is not None:
             self._set(due)
         await self._notify()
 
     async def _finish(self, operation: Operation, body: bytes, *, ok: bool) -> None:
-        await self.record({"event": "result", "model": operation.model, "seq": operation.seq, "ok": ok}, body)
+        event = {"event": "result", "model": operation.model, "seq": operation.seq, "ok": ok}
+        await self._record_of(self.tenants.models[operation.model], event, body)
 
-    async def _forget_snapshot(self, model: Model, seq: int | None) -> None:
-        folder = snapshot_folder(self.folder, model.id, seq or 0)
-        if seq is not None and folder.exists():
+    async def _record_of(self, model: Model, event: Event, body: bytes | None = None) -> None:
+        """Record an event, and remove the snapshot that it replaces."""
+        before = model.snapshot
+        await self.record(event, body)
+        folder = snapshot_folder(self.folder, model.id, before or 0)
+        if before not in (None, model.snapshot) and folder.exists():
             await asyncio.to_thread(remove_folder, folder)
 
     async def _keep_weights(self, model: Model, operation: Operation) -> bytes:

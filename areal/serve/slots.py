@@ -1,12 +1,13 @@
 """The trainable state of tenants in one engine: adapters that take turns, or the whole model."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from areal.api.errors import ArealError, RequestError
+from areal.api.errors import ArealError
 from areal.api.metrics import Metrics
 from areal.engine.adapter_format import PeftAdapter
 from areal.engine.fsdp import FSDPEngine
@@ -15,27 +16,8 @@ from areal.engine.mesh import copy_part, local_part, whole_tensor
 from areal.engine.optimizer import StepSettings
 from areal.serve.service import ADAPTER, STATE
 from areal.serve.tenants import ALPHA
+from areal.serve.wire import AdapterSettings, invalid
 from areal.system.durable import is_complete
-
-HEAD = "lm_head"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterSettings:
-    """What a tenant chooses when it creates an adapter."""
-
-    rank: int
-    seed: int = 0
-    train_attn: bool = True
-    train_mlp: bool = True
-    train_unembed: bool = True
-
-    def trains(self, layer: str) -> bool:
-        """Whether the adapter of the module `layer` is trained."""
-        names = layer.split(".")
-        if names[-1] == HEAD:
-            return self.train_unembed
-        return self.train_mlp if {"mlp", "feed_forward", "shared_expert"} & set(names) else self.train_attn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,29 +31,37 @@ class _Slot:
     num_steps: int = 0
 
 
-class _Slots:
+class _Slots(ABC):
     """The operations on what is in the engine."""
 
     def __init__(self, engine: FSDPEngine) -> None:
-        self._engine = engine
+        self.engine = engine
         self._active = ""
-
-    @property
-    def engine(self) -> FSDPEngine:
-        return self._engine
 
     def forget_moments(self) -> None:
         """The optimiser of the active tenant begins again."""
-        self._engine.optimizer.clear_state()
-        self._engine.optimizer.num_steps = 0
+        self.engine.optimizer.clear_state()
+        self.engine.optimizer.num_steps = 0
 
     def clear_gradients(self) -> None:
         """Of the active tenant."""
-        self._engine.discard_gradients()
+        self.engine.discard_gradients()
 
     def save(self, folder: Path, *, with_gradients: bool = False) -> None:
         """Write the weights of the active tenant with the optimiser state."""
-        self._engine.save(folder, with_optimizer=True, with_gradients=with_gradients)
+        self.engine.save(folder, with_optimizer=True, with_gradients=with_gradients)
+
+    def step(self, settings: StepSettings) -> Metrics:
+        """An optimiser step of the active tenant, which an error drops: some weights may have changed."""
+        try:
+            return self.engine.optimizer_step(settings)
+        except ArealError:
+            self.drop(self._active)
+            raise
+
+    @abstractmethod
+    def drop(self, name: str) -> None:
+        """Forget the state of a tenant."""
 
 
 class WholeModel(_Slots):
@@ -96,29 +86,20 @@ class WholeModel(_Slots):
     def restore(self, name: str, settings: AdapterSettings, folder: Path) -> None:
         """The state that `save` wrote. RequestError for `settings` of weights that are not trained."""
         if not (settings.train_attn and settings.train_mlp and settings.train_unembed):
-            text = "train_attn, train_mlp and train_unembed must be true: this service trains all weights (--full)"
-            raise RequestError(text, code="request.invalid_field")
+            names = "train_attn, train_mlp and train_unembed"
+            raise invalid(f"{names} must be true: this service trains all weights (--full)")
         self.clear()
-        self._engine.load(folder)
+        self.engine.load(folder)
         self._active = name
 
     def activate(self, name: str) -> None:
         """Nothing to do: the only state is in the engine."""
 
-    def step(self, settings: StepSettings) -> Metrics:
-        """An optimiser step, whose error drops the state: some weights may have changed."""
-        try:
-            return self._engine.optimizer_step(settings)
-        except ArealError:
-            self.clear()
-            raise
-
     def export(self, folder: Path) -> None:
         """Write a checkpoint that transformers loads."""
-        self._engine.save(folder, with_optimizer=False)
+        self.engine.save(folder, with_optimizer=False)
 
     def drop(self, name: str) -> None:
-        """Forget the state of a tenant."""
         if name == self._active:
             self.clear()
 
@@ -148,7 +129,7 @@ class AdapterSlots(_Slots):
     def create(self, name: str, settings: AdapterSettings) -> None:
         """A new adapter, whose product is 0, in the engine; it replaces one of that name."""
         self._reset(name, settings)
-        self._adapter.adapters.draw(settings.seed, torch.float32)
+        self._adapter.adapters.draw(settings.seed or 0, torch.float32)
         for weight_name, weight in self._trained.items():
             if weight_name.endswith(f".{DOWN}"):
                 whole = whole_tensor(weight.detach()).clone()
@@ -159,7 +140,7 @@ class AdapterSlots(_Slots):
         """The adapter that `save` wrote, in the engine, with all of its state. After an error there is none."""
         self._reset(name, settings)
         try:
-            self._engine.load(folder)
+            self.engine.load(folder)
         except ArealError:
             self.drop(name)
             raise
@@ -181,7 +162,7 @@ class AdapterSlots(_Slots):
             for weight_name, weight in self._trained.items():
                 local_part(weight).copy_(slot.weights[weight_name])
                 weight.grad = slot.gradients.get(weight_name)
-        self._engine.optimizer.load_state(slot.moments, slot.num_steps)
+        self.engine.optimizer.load_state(slot.moments, slot.num_steps)
         self._enter(name)
         slot.weights, slot.gradients, slot.moments = {}, {}, {}
 
@@ -196,8 +177,8 @@ class AdapterSlots(_Slots):
         slot = self._slots[self._active]
         slot.weights = {name: local_part(weight.detach()).clone() for name, weight in self._trained.items()}
         slot.gradients = {name: weight.grad for name, weight in self._trained.items() if weight.grad is not None}
-        slot.moments, slot.num_steps = self._engine.optimizer.state(), self._engine.optimizer.num_steps
-        self._engine.optimizer.clear_state()
+        slot.moments, slot.num_steps = self.engine.optimizer.state(), self.engine.optimizer.num_steps
+        self.engine.optimizer.clear_state()
         self.clear_gradients()
         self._active = ""
 
@@ -207,25 +188,20 @@ class AdapterSlots(_Slots):
         self._slots.clear()
 
     def step(self, settings: StepSettings) -> Metrics:
-        """An optimiser step of the active adapter, which an error drops: some weights may have changed."""
+        """An optimiser step of the layers that the active adapter trains."""
         chosen = self._slots[self._active].settings
         for name, weight in self._trained.items():
             if not chosen.trains(name.rpartition(".")[0]):
                 weight.grad = None
-        try:
-            return self._engine.optimizer_step(settings)
-        except ArealError:
-            self.drop(self._active)
-            raise
+        return super().step(settings)
 
     def export(self, folder: Path) -> None:
         """Write the active adapter in the format of peft."""
-        self._engine.save_adapter(folder)
+        self.engine.save_adapter(folder)
 
     def drop(self, name: str) -> None:
-        """Forget an adapter."""
         if name == self._active:
-            self._engine.optimizer.clear_state()
+            self.engine.optimizer.clear_state()
             self.clear_gradients()
             self._active = ""
         self._slots.pop(name, None)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from areal.api.errors import RequestError
-from areal.serve.journal import Event, Place
+from areal.serve.journal import PLACES, Event, Place
 
 Kind = Literal["create", "load", "loss", "step", "save", "export", "invalid"]
 """What a request of a client does: an adapter begins with create or load, and has the request number 0."""
@@ -55,17 +55,20 @@ class Operation:
     digest: str
     """Of the content: a repeated request has the same one."""
     body: Place | None = None
-    is_done: bool = False
-    is_ok: bool = True
     result: Place | None = None
-    deliveries: int = 0
-    """How often it was sent to the trainer."""
+    is_ok: bool = True
     is_read: bool = False
     """A client has asked for its result."""
+    deliveries: int = 0
+    """How often it was sent to the trainer."""
 
     @property
     def request_id(self) -> str:
         return f"{self.model}:{self.seq}"
+
+    @property
+    def is_done(self) -> bool:
+        return self.result is not None
 
     @property
     def is_step(self) -> bool:
@@ -97,8 +100,8 @@ class Model:
     """The newest request whose effect is in a snapshot."""
     failed_loss: int | None = None
     """A request since the last optimiser step whose gradients failed."""
-    num_steps: int | None = 0
-    """None = it is not known. Optimiser steps in its state, up to the newest request that was computed."""
+    num_steps: int = 0
+    """Optimiser steps in its state, up to the newest request that was computed."""
     forgotten: Counter[str] = field(default_factory=Counter[str])
     """Requests before `num_done` that a cut has dropped: how many were computed, failed, and were optimiser steps."""
     is_resident: bool = False
@@ -152,15 +155,13 @@ class Model:
     def events(self) -> Iterator[Event]:
         """Events that make it."""
         facts: Event = {"event": "model", "id": self.id, "session": self.session, "settings": self.settings}
-        yield facts | {"created_at": self.created_at, "user_metadata": self.user_metadata}
-        for seq, one in sorted(self.operations.items()):
-            facts = {"event": "request", "model": self.id, "seq": seq, "kind": one.kind, "digest": one.digest}
-            yield facts | {"arguments": one.arguments, "body": one.body and [*one.body], "is_read": one.is_read}
-            if one.result is not None:
-                yield {"event": "result", "model": self.id, "seq": seq, "ok": one.is_ok, "body": [*one.result]}
-        facts = {"event": "progress", "id": self.id, "settings": self.settings, "snapshot": self.snapshot}
+        facts |= {"created_at": self.created_at, "user_metadata": self.user_metadata, "snapshot": self.snapshot}
         facts |= {"num_done": self.num_done, "failed_loss": self.failed_loss, "num_steps": self.num_steps}
         yield facts | {"forgotten": dict(self.forgotten)}
+        for seq, one in sorted(self.operations.items()):
+            facts = {"event": "request", "model": self.id, "seq": seq, "kind": one.kind, "digest": one.digest}
+            facts |= {"arguments": one.arguments, "is_ok": one.is_ok, "is_read": one.is_read}
+            yield facts | {"body": one.body, "result": one.result}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +175,8 @@ class SavedWeights:
     settings: Mapping[str, Any]
     seq: int
     """Of the request that saved them."""
-    num_steps: int | None = None
-    """Optimiser steps in their state; None = it is not known."""
+    num_steps: int
+    """Optimiser steps in their state."""
     expires_at: float | None = None
     is_public: bool = False
     user_metadata: Mapping[str, str] | None = None
@@ -221,38 +222,23 @@ class Tenants:
 
     def apply(self, event: Event) -> None:
         """Change the state by an event of the journal."""
+        facts = {name: value for name, value in event.items() if name != "event"}
         match event["event"]:
             case "session":
                 self.sessions[event["id"]] = event["key"]
             case "model":
-                fields = ("id", "session", "settings", "created_at", "user_metadata")
-                self.models[event["id"]] = Model(**{name: event[name] for name in fields})
+                self.models[event["id"]] = Model(**facts | {"forgotten": Counter(event.get("forgotten", {}))})
             case "request":
-                body = event.get("body")
-                operation = Operation(
-                    model=event["model"],
-                    seq=event["seq"],
-                    kind=event["kind"],
-                    arguments=event["arguments"],
-                    digest=event["digest"],
-                    body=None if body is None else Place(*body),
-                    is_read=event.get("is_read", False),
-                )
+                operation = Operation(**facts | _places(event))
                 self.models[operation.model].operations[operation.seq] = operation
             case "result":
                 self._finish(self.models[event["model"]], event)
             case "snapshot":
                 self.models[event["model"]].snapshot = event["seq"]
-            case "progress":
-                model = self.models[event["id"]]
-                model.settings, model.snapshot, model.num_done = event["settings"], event["snapshot"], event["num_done"]
-                model.failed_loss, model.num_steps = event["failed_loss"], event["num_steps"]
-                model.forgotten = Counter(event["forgotten"])
             case "sampler":
-                names = ("id", "session", "path", "seq")
-                self.samplers[event["id"]] = Sampler(**{name: event[name] for name in names})
+                self.samplers[event["id"]] = Sampler(**facts)
             case "saved":
-                found = SavedWeights(**{name: value for name, value in event.items() if name != "event"})
+                found = SavedWeights(**facts)
                 self.saved[found.path] = found
             case "samples":
                 self.numbers[event["queue"]] = UsedNumbers(event["first"], event["limit"])
@@ -268,7 +254,7 @@ class Tenants:
 
     def _finish(self, model: Model, event: Event) -> None:
         operation = model.operations[event["seq"]]
-        operation.is_done, operation.is_ok, operation.result = True, event["ok"], Place(*event["body"])
+        operation.is_ok, operation.result = event["ok"], Place(*event["body"])
         while (found := model.operations.get(model.num_done)) is not None and found.is_done:
             model.num_done += 1
         if operation.kind == "loss" and not operation.is_ok and not is_forward(operation):
@@ -277,11 +263,11 @@ class Tenants:
             model.failed_loss = None
         elif operation.kind in ("create", "load"):
             model.failed_loss = None if operation.is_ok else operation.seq
-        if operation.is_step and model.num_steps is not None:
+        if operation.is_step:
             model.num_steps += 1
         if operation.kind == "load" and operation.is_ok:  # with its snapshot: the path may be deleted from now on
             model.snapshot, model.settings = operation.seq, operation.arguments["settings"]
-            model.num_steps = operation.arguments.get("num_steps")
+            model.num_steps = operation.arguments["num_steps"]
 
     def shortened(self) -> list[Event]:
         """Forget what nobody needs any more, and return events that make the rest from nothing."""
@@ -298,13 +284,9 @@ class Tenants:
 
     def relocate(self, events: Sequence[Event]) -> None:
         """The bodies of these events of `shortened` have new places."""
-        for event in events:
-            if event["event"] in ("request", "result") and event["body"] is not None:
-                operation, place = self.models[event["model"]].operations[event["seq"]], Place(*event["body"])
-                if event["event"] == "request":
-                    operation.body = place
-                else:
-                    operation.result = place
+        for event in (one for one in events if one["event"] == "request"):
+            operation, places = self.models[event["model"]].operations[event["seq"]], _places(event)
+            operation.body, operation.result = places["body"], places["result"]
 
     def key_of(self, session: str) -> str:
         return self.sessions.get(session, "")
@@ -356,6 +338,10 @@ class Tenants:
                 model.check_known(int(seq))
             raise NotFound(f"request {request_id} is not known")
         return found
+
+
+def _places(event: Event) -> dict[str, Place | None]:
+    return {name: None if (place := event.get(name)) is None else Place(*place) for name in PLACES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

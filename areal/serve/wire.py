@@ -1,22 +1,213 @@
-"""The binary messages of the Tinker SDK 0.38 (protobuf), as records with numpy arrays.
+"""The bodies of requests of the Tinker SDK 0.38, JSON and protobuf, and the messages of its results.
 
 Field numbers are those of the SDK's messages. Nothing is imported from the SDK, which clients install themselves.
 """
 
-from __future__ import annotations
-
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from areal.api.columns import Packed
 from areal.api.data import GenerationResponse
 from areal.api.errors import RequestError
+
+
+def invalid(message: str) -> RequestError:
+    """The error for a request with a wrong field."""
+    return RequestError(message, code="request.invalid_field")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# JSON.
+
+
+class Body(BaseModel):
+    """The base of JSON bodies. Fields that the SDK may add are ignored."""
+
+    model_config = ConfigDict(allow_inf_nan=False, protected_namespaces=())
+
+
+Number = Annotated[int, Field(ge=0, lt=2**63)]
+"""A number that clients count or choose."""
+MAX_SAMPLES, MAX_TOP = 1024, 1024
+TopK = Annotated[int, Field(ge=0, le=MAX_TOP)]
+
+
+class TextChunk(Body):
+    tokens: list[int]
+    type: Literal["encoded_text"] = "encoded_text"
+
+
+class Prompt(Body):
+    chunks: list[TextChunk]
+
+    @property
+    def token_ids(self) -> Packed[int]:
+        try:
+            return Packed(array("i", [token for chunk in self.chunks for token in chunk.tokens]))
+        except OverflowError as error:
+            raise invalid(f"the prompt has no token ids: {error}") from error
+
+
+class SampleSettings(Body):
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: Number | None = None
+    stop: str | list[str] | list[int] | None = None
+    """None: the end token of the model. A list replaces it; an empty one: nothing ends an answer."""
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class SampleBody(Body):
+    """Fields of /asample."""
+
+    sampling_session_id: str
+    seq_id: Number
+    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    prompt: Prompt
+    sampling_params: SampleSettings = SampleSettings()
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: TopK = 0
+    topk_sample_logprobs: TopK = 0
+    target_prompt_logprobs: dict[str, Any] | None = None
+    prompt_alt_tokens_k: TopK = 0
+
+
+class AdapterSettings(Body):
+    """What a tenant chooses when it creates an adapter."""
+
+    rank: Annotated[int, Field(ge=1, le=2**20)] = 32
+    seed: Number | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+    def trains(self, layer: str) -> bool:
+        """Whether the adapter of the module `layer` is trained."""
+        names = layer.split(".")
+        if names[-1] == "lm_head":
+            return self.train_unembed
+        return self.train_mlp if {"mlp", "feed_forward", "shared_expert"} & set(names) else self.train_attn
+
+
+class SessionBody(Body):
+    session_id: str
+
+
+class CreateModelBody(SessionBody):
+    model_seq_id: Number
+    base_model: str
+    user_metadata: dict[str, str] | None = None
+    lora_config: AdapterSettings = AdapterSettings()
+    optimizer_config: dict[str, Any] = Field(default_factory=dict)
+
+
+class LoadBody(Body):
+    path: str
+    optimizer: bool
+    model_id: str = ""
+    seq_id: Number = 0
+    session_id: str = ""
+    model_seq_id: Number | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class ModelBody(Body):
+    model_id: str
+
+
+class TrainingBody(ModelBody):
+    """The fields of every request that trains or saves a model."""
+
+    seq_id: Annotated[int, Field(ge=1, lt=2**63)]
+
+
+class AdamBody(Body):
+    learning_rate: Annotated[float, Field(ge=0, le=1e3)] = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(gt=0, le=1)] = 1e-12
+    weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0
+    grad_clip_norm: Annotated[float, Field(ge=0)] = 0.0
+
+
+class StepBody(TrainingBody):
+    adam_params: AdamBody
+
+
+class TtlBody(Body):
+    ttl_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
+
+
+class SaveBody(TrainingBody, TtlBody):
+    path: str | None = None
+    sampling_session_seq_id: Number | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    age_encryption_recipients: list[str] = Field(default_factory=list)
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class SamplerBody(SessionBody):
+    sampling_session_seq_id: Number
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class FutureBody(Body):
+    request_id: str
+
+
+class TargetBody(Body):
+    sampling_session_id: str
+    cloned_sampler_id: Number = 0
+
+
+class FuturesBody(Body):
+    target: TargetBody
+    prev_cursor: Number = 0
+    timeout: Annotated[float, Field(ge=0)] = 25.0
+    retrieved_request_ids: list[str] = Field(default_factory=list)
+
+
+class PathBody(Body):
+    tinker_path: str
+
+
+class CommandBody(Body):
+    """What a trainer rank asks for."""
+
+    run_id: Number
+    epoch: str
+    number: Number
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+def parsed(kind: type[BodyT], data: bytes) -> BodyT:
+    """The body of a request. RequestError that names the first wrong field."""
+    try:
+        return kind.model_validate_json(data or b"{}")
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the body"
+        raise invalid(f"{where}: {first['msg']}") from error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Binary messages.
 
 PROTOBUF = "application/x-protobuf"
 _PACKAGE = "areal_tinker"
@@ -108,7 +299,7 @@ def parsed_message(name: str, data: bytes) -> Any:
     try:
         message.ParseFromString(data)
     except DecodeError as error:
-        raise RequestError(f"the body is not a {name}: {error}", code="request.invalid_field") from error
+        raise invalid(f"the body is not a {name}: {error}") from error
     return message
 
 
@@ -118,8 +309,7 @@ def decode_loss_request(body: bytes) -> LossRequest:
     config: dict[str, float] = {entry.key: entry.value for entry in message.loss_fn_config}
     for entry in message.loss_fn_config_v2:
         if entry.value.HasField("text"):
-            text = f"loss_fn_config: {entry.key}={entry.value.text!r} is not a number"
-            raise RequestError(text, code="request.invalid_field")
+            raise invalid(f"loss_fn_config: {entry.key}={entry.value.text!r} is not a number")
         config[entry.key] = entry.value.number
     return LossRequest(
         data=[_datum(one, number) for number, one in enumerate(message.data)],
@@ -143,7 +333,7 @@ def _datum(message: Any, number: int) -> Datum:
             raise RequestError(f"datum {number} has an image or audio chunk: only text", code="request.no_images")
         data = chunk.encoded_text.tokens
         if len(data) % 4:
-            raise RequestError(f"datum {number}: {len(data)} bytes are no int32 tokens", code="request.invalid_field")
+            raise invalid(f"datum {number}: {len(data)} bytes are no int32 tokens")
         parts.append(np.frombuffer(data, "<i4"))
     tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
     return Datum(tokens=tokens, inputs={entry.key: _array(entry.value, entry.key) for entry in message.loss_fn_inputs})
@@ -164,8 +354,7 @@ def _array(message: Any, name: str) -> np.ndarray:
         dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
         return _widened(dense)
     except (ValueError, IndexError, KeyError) as error:
-        text = f"input {name} of shape {list(shape)} cannot be read: {error}"
-        raise RequestError(text, code="request.invalid_field") from error
+        raise invalid(f"input {name} of shape {list(shape)} cannot be read: {error}") from error
 
 
 def _values(data: bytes, kind: int) -> np.ndarray:

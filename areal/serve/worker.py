@@ -1,13 +1,10 @@
 """A trainer rank of the service: executes the commands of the gateway on the adapters, one after another."""
 
-import http.client
 import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import orjson
@@ -15,22 +12,19 @@ import torch
 
 from areal.api.batch import OutputSpec
 from areal.api.config import PPOConfig
-from areal.api.errors import ArealError, InputError, RequestError, ServerUnavailable, TrainingDiverged
+from areal.api.errors import ArealError, InputError, RequestError, TrainingDiverged
 from areal.engine.fsdp import FSDPEngine, build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.engine.optimizer import StepSettings
+from areal.rollout.client import RolloutClient
 from areal.serve.losses import ComputedLoss, checked_loss
 from areal.serve.service import ADAPTER, STATE, ServedModel, base_folder, failure, snapshot_folder, weights_folder
-from areal.serve.slots import AdapterSettings, AdapterSlots, Slots, WholeModel
+from areal.serve.slots import AdapterSlots, Slots, WholeModel
 from areal.serve.tenants import TRAINING
-from areal.serve.wire import LossRequest, decode_loss_request, encode_loss_output
-from areal.system.discovery import NameRegistry, registry_of
-from areal.system.network import required_token
+from areal.serve.wire import AdapterSettings, LossRequest, decode_loss_request, encode_loss_output, invalid
+from areal.system.discovery import registry_of
 from areal.system.process import ProcessContext
 from areal.trainer.process_setup import announce_ready, training_rank
-
-CONTROLLER = "controller"
-_RETRY_S, _ANSWER_S = 0.2, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,54 +49,41 @@ class Executor:
     def execute(self, command: ReceivedCommand) -> bytes:
         """The result, in the form of the wire. ArealError fails this command alone."""
         slots, model, arguments = self._slots, command.model, command.arguments
-        match command.kind:
-            case "reset":
-                slots.clear()
-                return b""
-            case "drop":
-                slots.drop(model)
-                return b""
-            case "create":
-                slots.create(model, self._settings(arguments["settings"]))
-                return b""
-            case "load":
-                folder = weights_folder(self._folder, arguments["path"], arguments["saved_seq"]) / STATE
-                slots.restore(model, self._settings(arguments["settings"]), folder)
-                if not arguments["optimizer"]:
-                    slots.forget_moments()
-                return b""
-            case "restore":
-                folder = snapshot_folder(self._folder, model, command.seq)
-                slots.restore(model, self._settings(arguments["settings"]), folder)
-                return b""
-            case "clear":
-                if model in slots:
-                    slots.activate(model)
-                    slots.clear_gradients()
-                return b""
-            case _:
-                if model not in slots:
-                    raise RequestError(f"{model} was not created", code="serve.not_found")
-                slots.activate(model)
-                return self._on_active(command)
-
-    def _on_active(self, command: ReceivedCommand) -> bytes:
-        slots, arguments = self._slots, command.arguments
+        if command.kind in ("loss", "step", "snapshot", "save", "export") and model not in slots:
+            raise RequestError(f"{model} was not created", code="serve.not_found")
+        if model in slots:
+            slots.activate(model)
         match command.kind:
             case "loss":
                 return self._loss(command)
             case "step":
                 metrics = slots.step(StepSettings(**arguments["settings"]))
                 return orjson.dumps({"metrics": {f"{name}:mean": found.value for name, found in metrics.items()}})
+            case "reset":
+                slots.clear()
+            case "drop":
+                slots.drop(model)
+            case "create":
+                slots.create(model, self._settings(arguments["settings"]))
+            case "load":
+                folder = weights_folder(self._folder, arguments["path"], arguments["saved_seq"]) / STATE
+                slots.restore(model, self._settings(arguments["settings"]), folder)
+                if not arguments["optimizer"]:
+                    slots.forget_moments()
+            case "restore":
+                folder = snapshot_folder(self._folder, model, command.seq)
+                slots.restore(model, self._settings(arguments["settings"]), folder)
+            case "clear" if model in slots:
+                slots.clear_gradients()
             case "snapshot":
-                slots.save(snapshot_folder(self._folder, command.model, command.seq), with_gradients=True)
+                slots.save(snapshot_folder(self._folder, model, command.seq), with_gradients=True)
             case "save":
                 slots.save(self._path(command, TRAINING) / STATE)
                 slots.export(self._path(command, TRAINING) / ADAPTER)
             case "export":
                 slots.export(self._path(command, arguments["where"]) / ADAPTER)
-            case kind:
-                raise RequestError(f"{kind} is no command", code="request.invalid_field")
+            case _:
+                pass
         return b""
 
     def _path(self, command: ReceivedCommand, kind: str) -> Path:
@@ -112,8 +93,7 @@ class Executor:
     def _settings(self, values: Mapping[str, Any]) -> AdapterSettings:
         settings = AdapterSettings(**values)
         if self._max_rank is not None and not 1 <= settings.rank <= self._max_rank:
-            text = f"rank {settings.rank} is not between 1 and {self._max_rank} (areal serve --max-rank)"
-            raise RequestError(text, code="request.invalid_field")
+            raise invalid(f"rank {settings.rank} is not between 1 and {self._max_rank} (areal serve --max-rank)")
         return settings
 
     def _loss(self, command: ReceivedCommand) -> bytes:
@@ -125,7 +105,7 @@ class Executor:
         except (ArealError, ValueError, TypeError, IndexError, OverflowError, MemoryError) as error:
             if not command.arguments["forward_only"]:
                 self._slots.clear_gradients()
-            raise RequestError(f"the request cannot be read: {error}", code="request.invalid_field") from error
+            raise invalid(f"the request cannot be read: {error}") from error
         found = computed_loss(self._slots, request)
         return encode_loss_output(found.logprobs, {"loss:sum": found.loss})
 
@@ -169,66 +149,32 @@ def _share(request: LossRequest, rank: int, num_ranks: int) -> ComputedLoss:
     try:
         return ComputedLoss.of(request, rank, num_ranks)
     except (ValueError, TypeError, IndexError, OverflowError, MemoryError) as error:
-        text = f"the data cannot be read: {type(error).__name__}: {error}"
-        raise RequestError(text, code="request.invalid_field") from error
+        raise invalid(f"the data cannot be read: {type(error).__name__}: {error}") from error
 
 
 class GatewayClient:
-    """The connection of one rank to the gateway, which may restart."""
+    """What one rank asks of the gateway, which may restart."""
 
-    def __init__(self, look_up: Callable[[], str], token: str, *, rank: int, run_id: int, patience_s: float) -> None:
-        """`look_up`: the address. `patience_s`: how long the gateway may be away."""
-        self._look_up, self._token, self._rank, self._run_id = look_up, token, rank, run_id
-        self._patience_s = patience_s
-        self._connection: http.client.HTTPConnection | None = None
+    def __init__(self, client: RolloutClient, *, rank: int, run_id: int) -> None:
+        self._client, self._rank, self._run_id = client, rank, run_id
         self._epoch, self._number = "", 0
 
     def next_command(self) -> ReceivedCommand:
         """Wait for the next command. ServerUnavailable when the gateway stays away."""
-        while True:
-            asked = {"run_id": self._run_id, "epoch": self._epoch, "number": self._number + 1}
-            answer = self._post("/trainer/command", orjson.dumps(asked))
-            if not answer:
-                continue
-            size = 4 + int.from_bytes(answer[:4])
-            head = orjson.loads(answer[4:size])
-            if head["kind"] == "reset":
-                self._epoch, self._number = head["epoch"], 0
-                return ReceivedCommand("reset", "", 0, {}, b"")
-            self._number += 1
-            return ReceivedCommand(head["kind"], head["model"], head["seq"], head["arguments"], answer[size:])
+        asked = {"run_id": self._run_id, "epoch": self._epoch, "number": self._number + 1}
+        answer = self._client.post("/trainer/command", orjson.dumps(asked), "for a command")
+        size = 4 + int.from_bytes(answer[:4])
+        head = orjson.loads(answer[4:size])
+        if head["kind"] == "reset":
+            self._epoch, self._number = head["epoch"], 0
+            return ReceivedCommand("reset", "", 0, {}, b"")
+        self._number += 1
+        return ReceivedCommand(head["kind"], head["model"], head["seq"], head["arguments"], answer[size:])
 
     def report(self, result: bytes, *, failed: bool) -> None:
         """The last command has ended."""
-        place = (
-            f"run_id={self._run_id}&epoch={self._epoch}&number={self._number}&rank={self._rank}&failed={int(failed)}"
-        )
-        self._post(f"/trainer/result?{place}", result)
-
-    def _post(self, path: str, body: bytes) -> bytes:
-        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
-        deadline = time.monotonic() + self._patience_s
-        while True:
-            try:
-                if self._connection is None:
-                    address = urlsplit(self._look_up())
-                    self._connection = http.client.HTTPConnection(
-                        address.hostname or "", address.port, timeout=_ANSWER_S
-                    )
-                self._connection.request("POST", path, body, headers)
-                answer = self._connection.getresponse()
-                data = answer.read()
-            except (OSError, http.client.HTTPException) as error:
-                self._connection = None
-                if time.monotonic() > deadline:
-                    text = f"the gateway does not answer: {type(error).__name__}: {error}"
-                    raise ServerUnavailable(text, code="serve.no_gateway") from error
-                time.sleep(_RETRY_S)
-                continue
-            if answer.status not in (200, 204):
-                text = f"the gateway refused {path}: {data[:500].decode(errors='replace')}"
-                raise RequestError(text, code="serve.refused")
-            return data
+        place = f"epoch={self._epoch}&number={self._number}&rank={self._rank}&failed={int(failed)}"
+        self._client.post(f"/trainer/result?{place}", result, "to report a result")
 
 
 def run_worker(config: PPOConfig, context: ProcessContext, folder: Path, served: ServedModel) -> None:
@@ -242,13 +188,8 @@ def run_worker(config: PPOConfig, context: ProcessContext, folder: Path, served:
             slots = AdapterSlots(engine, engine.lora)
         max_rank = None if served.is_full else served.max_rank
         executor = Executor(slots, folder, max_rank=max_rank, context_length=served.context_length)
-        client = GatewayClient(
-            lambda: _address(registry, config.rollout.setup_timeout),
-            required_token("a trainer"),
-            rank=context.index,
-            run_id=context.run_id,
-            patience_s=config.rollout.setup_timeout,
-        )
+        gateway = RolloutClient.from_registry(registry, config.rollout)
+        client = GatewayClient(gateway, rank=context.index, run_id=context.run_id)
         announce_ready(registry, context)
         while True:
             rank.heartbeat.doing("waits for a request")
@@ -262,10 +203,6 @@ def run_worker(config: PPOConfig, context: ProcessContext, folder: Path, served:
             else:
                 if command.kind != "reset":
                     client.report(result, failed=False)
-
-
-def _address(registry: NameRegistry, limit_s: float) -> str:
-    return orjson.loads(registry.wait(CONTROLLER, limit_s))["address"]
 
 
 def build_engine(config: PPOConfig, mesh: TrainerMesh) -> FSDPEngine:

@@ -13,8 +13,7 @@ from hypothesis import given
 
 from areal.api.errors import ArealError
 from areal.serve.gateway import API
-from areal.serve.slots import AdapterSettings
-from areal.serve.wire import LossRequest, decode_loss_request
+from areal.serve.wire import AdapterSettings, LossRequest, decode_loss_request
 from areal.serve.worker import computed_loss
 from tests.attack.http import exchanges, statuses_of
 from tests.attack.serve import BODIES, GETS, attacks, loss_bodies

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import json
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,13 +13,14 @@ from aiohttp import ClientSession, web
 
 from areal.api.data import GenerationResponse, PromptScores
 from areal.observe.log import HttpLogger
+from areal.rollout.client import RolloutClient
 from areal.serve import gateway as gateway_module
 from areal.serve import sampling as sampling_module
-from areal.serve.gateway import SAMPLES_AHEAD, Gateway, Keys, TrainerRoutes, make_app, parsed
-from areal.serve.sampling import AdapterPool, SampleBody, Sampling
+from areal.serve.gateway import SAMPLES_AHEAD, Gateway, Keys, make_app
+from areal.serve.sampling import AdapterPool, Sampling
 from areal.serve.service import ServedModel, Service, failure
 from areal.serve.tenants import MAX_AHEAD
-from areal.serve.wire import PROTOBUF, LossRequest, parsed_message
+from areal.serve.wire import PROTOBUF, LossRequest, SampleBody, parsed, parsed_message
 from areal.serve.worker import Executor, GatewayClient
 from areal.system.network import Host, http_address, listen
 from tests.run_token import TOKEN
@@ -115,7 +117,7 @@ async def opened(folder, *, hold_s=5.0):
     sampling.has_started.set()
     keys = Keys(KEYS)
     gateway = Gateway(service, sampling, keys, hold_s=hold_s)
-    app = make_app(gateway, TrainerRoutes(service), keys, token=TOKEN, host=Host())
+    app = make_app(gateway, keys, token=TOKEN, host=Host())
     runner = web.AppRunner(app, access_log=None, logger=HttpLogger(), auto_decompress=False, shutdown_timeout=0.1)
     await runner.setup()
     bound = listen(Host(), TOKEN)
@@ -138,7 +140,7 @@ async def trainer(slots, folder, address):
     """A trainer rank in a thread, as `run_worker` is one."""
     slots.clear()
     executor, over = Executor(slots, folder, max_rank=MAX_RANK, context_length=64), threading.Event()
-    client = GatewayClient(lambda: address, TOKEN, rank=0, run_id=0, patience_s=0.0)
+    client = GatewayClient(RolloutClient(address, token=TOKEN, reconnect_s=0.0), rank=0, run_id=0)
 
     def run():
         with contextlib.suppress(Exception):  # the gateway ends first
@@ -548,6 +550,28 @@ async def test_unused_adapters_leave_the_servers(tmp_path, slots):
             await api.result(asked["request_id"])
         assert len(fleet.loaded) == 2
         assert len({one.adapter for one in fleet.requests}) == 4
+
+
+async def test_a_new_adapter_has_its_turn_while_others_are_always_in_use():
+    fleet = FakeFleet()
+    pool, order = AdapterPool(fleet, 2), []
+
+    async def sample(name, may_end):
+        async with pool.used(Path(name) / "1/adapter"):
+            order.append(name)
+            await may_end.wait()
+
+    ends = [asyncio.Event() for _ in range(4)]
+    tasks = [asyncio.create_task(sample(*one)) for one in zip("abca", ends, strict=True)]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert order == ["a", "b"]  # the second sample of a would keep c away
+    for end in ends:
+        end.set()
+    await asyncio.gather(*tasks)
+    assert order == ["a", "b", "c", "a"]
+    assert len(fleet.loaded) == 2
+    await pool.close()
 
 
 async def test_a_sample_waits_for_the_start_of_the_fleet():

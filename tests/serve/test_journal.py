@@ -13,7 +13,7 @@ from areal.serve import audit as audit_module
 from areal.serve import journal as journal_module
 from areal.serve.audit import audit_service
 from areal.serve.journal import CUT_EVENTS, Journal
-from areal.serve.service import ADAPTER, STATE, snapshot_folder, weights_folder
+from areal.serve.service import snapshot_folder
 from areal.serve.tenants import MAX_KEPT, MAX_REPLAYED, Tenants
 from areal.system.durable import seal_folder
 from tests.expect import raises_code
@@ -248,22 +248,6 @@ async def test_the_audit_finds_changes_of_a_cut_journal(tmp_path, monkeypatch):
         audit_service(tmp_path)
 
 
-async def test_a_seal_is_checked_while_a_kill_has_left_the_sealed_files(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "remove_old", lambda _: None)
-        await cut_of(tmp_path, monkeypatch)
-    first = events_path(tmp_path / "journal", 1)
-    good = first.read_bytes()
-    first.write_bytes(good.replace(b'"key":"me"', b'"key":"mo"'))
-    for read in (audit_service, start):
-        with raises_code("ledger.damaged", "are not what the cut after them has sealed"):
-            read(tmp_path)
-    first.write_bytes(good)
-    assert audit_service(tmp_path)[1] == []
-    start(tmp_path)
-    assert not first.exists()
-
-
 @pytest.mark.parametrize("moment", ["names", "events"])
 async def test_an_audit_during_a_cut_begins_again(tmp_path, monkeypatch, moment):
     async with opened(tmp_path) as service:
@@ -302,33 +286,6 @@ async def test_a_cut_keeps_of_ended_sessions_only_what_is_needed_and_one_payload
         again = SavingTrainer(service, run_id=trainer.run_id + 1)
         await service.accept(model.id, MAX_REPLAYED + 6, "step", {"settings": {}})
         assert (await again.all())[:3] == ["reset", f"0restore{MAX_REPLAYED}", f"0loss{MAX_REPLAYED + 1}"]
-
-
-async def test_steps_of_weights_of_an_older_version_are_not_known(tmp_path):
-    async with opened(tmp_path) as service:
-        model = await model_of(service)
-        saved = {
-            "event": "saved",
-            "model": model,
-            "kind": "weights",
-            "name": "old",
-            "at": 0.0,
-            "settings": {},
-            "seq": 9,
-        }
-        await service.record(saved)
-        load = {"path": "tinker://s:train:0/weights/old", "saved_seq": 9, "optimizer": True, "settings": {"rank": 4}}
-        await service.accept(model, 1, "load", load)
-        await service.accept(model, 2, "step", {"settings": {}})
-        await Trainer(service).all()
-        assert service.tenants.models[model].num_steps is None
-        folders = [weights_folder(tmp_path, load["path"], 9) / part for part in (STATE, ADAPTER)]
-        for folder in (*folders, snapshot_folder(tmp_path, model, 1)):
-            folder.mkdir(parents=True)
-            (folder / "state.json").write_text('{"num_steps": 4}')
-            seal_folder(folder)
-    facts, violations = audit_service(tmp_path)
-    assert (facts["optimiser_steps"], violations) == (1, [])
 
 
 async def test_a_missing_events_file_is_an_error(tmp_path):

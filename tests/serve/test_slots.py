@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM
 from areal.api.errors import ArealError, RequestError
 from areal.engine.optimizer import StepSettings
 from areal.serve.losses import checked_loss
-from areal.serve.slots import AdapterSettings
 from areal.serve.tenants import SAMPLER
-from areal.serve.wire import Datum, LossRequest
+from areal.serve.wire import AdapterSettings, Datum, LossRequest
 from areal.serve.worker import Executor, ReceivedCommand
 from tests.expect import raises_code
 from tests.serve.adapters import MAX_RANK, make_slots, random_data, write_model

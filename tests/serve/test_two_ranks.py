@@ -5,8 +5,7 @@ import pytest
 from safetensors.torch import load_file
 
 from areal.engine.optimizer import StepSettings
-from areal.serve.slots import AdapterSettings
-from areal.serve.wire import LossRequest
+from areal.serve.wire import AdapterSettings, LossRequest
 from areal.serve.worker import computed_loss
 from tests.rank_processes import run_ranks
 from tests.serve.adapters import make_slots, random_data, write_model
