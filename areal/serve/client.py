@@ -44,7 +44,8 @@ from areal.serve.worker import build_engine as build_trainer
 from areal.system.device import pick_device
 from areal.system.process import in_daemon_thread
 
-Given, Result = ParamSpec("Given"), TypeVar("Result")
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 LossFunction = Callable[[list[Tensor], Sequence[Datum]], Tensor]
 """Log-probabilities of the target tokens of each datum, float32 with gradients, and the data -> the loss, a sum []."""
 
