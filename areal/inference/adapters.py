@@ -1,10 +1,11 @@
 """LoRA adapters by request: loading, and the low-rank products that a step adds to those of the base model.
 
-The products of all rows of a step are computed at once, for groups of adapters side by side; the parts of a row that
-belong to other adapters are set to zero before the second product. So a step with several adapters has as many
-operations as one with one, and the bits of a row do not depend on the adapters of the others: in float32 on the CPU
-the sums of these products are in one order for any number of rows from 16 on and any number of columns, as long as
-their parts are at most `_PART` long and the ranks are multiples of 16.
+The products of all rows of a step are computed at once, for groups of adapters side by side, from the first to the last
+that a row has; the parts of a row that belong to other adapters are set to zero before the second product. So a step
+with several adapters has as many operations as one with one, adapters without requests cost little, and the bits of a
+row do not depend on the adapters of the others: in float32 on the CPU the sums of these products are in one order for
+any number of rows from 16 on and any number of columns, as long as their parts are at most `_PART` long and the ranks
+are multiples of 16.
 """
 
 import asyncio
@@ -77,6 +78,8 @@ class _Group:
         columns = [number for adapter in adapters for number in [adapter.number] * (adapter.rank + more)]
         self.columns = torch.tensor(columns, device=next(iter(self.weights.values()))[0].device)
         """The adapter of each rank."""
+        self.spans = {one: (columns.index(one), columns.index(one) + columns.count(one)) for one in self.numbers}
+        """Adapter -> the first of its ranks, and their end."""
 
     @staticmethod
     def _pair(adapter: Adapter, module: nn.Linear) -> tuple[Tensor, Tensor]:
@@ -86,8 +89,9 @@ class _Group:
         return like.new_zeros(module.in_features, adapter.rank), like.new_zeros(adapter.rank, module.out_features)
 
 
-_Masks = list[tuple[_Group, Tensor]]
-"""Groups, and which ranks belong to other adapters than that of a row: bool [rows, ranks]."""
+_Masks = list[tuple[_Group, slice, Tensor]]
+"""Groups, the ranks of the adapters that rows have, and which belong to others than that of a row: bool [rows, ranks].
+"""
 
 
 class AdapterProducts:
@@ -125,10 +129,12 @@ class AdapterProducts:
             self._of_kept = self._of_rows if kept is None else self._masks(rows[kept])
 
     def _masks(self, rows: Tensor) -> _Masks:
-        members = set(rows.tolist())
-        return [
-            (group, rows[:, None] != group.columns) for group in self.groups if not members.isdisjoint(group.numbers)
-        ]
+        members, masks = set(rows.tolist()), list[tuple[_Group, slice, Tensor]]()
+        for group in self.groups:
+            if spans := [span for number, span in group.spans.items() if number in members]:
+                ranks = slice(min(first for first, _ in spans), max(end for _, end in spans))
+                masks.append((group, ranks, rows[:, None] != group.columns[ranks]))
+        return masks
 
     @property
     def is_active(self) -> bool:
@@ -140,11 +146,12 @@ class AdapterProducts:
         self._add(self._of_kept if modules[0] is self._head else self._of_rows, modules, inputs, outputs)
 
     def _add(self, masks: _Masks, modules: Items[nn.Linear], inputs: Tensor, outputs: Items[Tensor]) -> None:
-        for group, others in masks:
+        for group, ranks, others in masks:
             for module, output in zip(modules, outputs, strict=True):
                 if module not in group.weights:
                     continue
                 down, up = group.weights[module]
+                down, up = down[:, ranks], up[ranks]
                 inner = torch.mm(inputs[:, :_PART], down[:_PART])
                 for first in range(_PART, len(down), _PART):
                     inner.addmm_(inputs[:, first : first + _PART], down[first : first + _PART])
