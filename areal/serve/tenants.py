@@ -222,14 +222,16 @@ class Tenants:
 
     def apply(self, event: Event) -> None:
         """Change the state by an event of the journal."""
-        facts = {name: value for name, value in event.items() if name != "event"}
+        facts: Event = {name: value for name, value in event.items() if name != "event"}
         match event["event"]:
             case "session":
                 self.sessions[event["id"]] = event["key"]
             case "model":
-                self.models[event["id"]] = Model(**facts | {"forgotten": Counter(event.get("forgotten", {}))})
+                facts["forgotten"] = Counter(event.get("forgotten", {}))
+                self.models[event["id"]] = Model(**facts)
             case "request":
-                operation = Operation(**facts | _places(event))
+                facts.update(_places(event))
+                operation = Operation(**facts)
                 self.models[operation.model].operations[operation.seq] = operation
             case "result":
                 self._finish(self.models[event["model"]], event)
