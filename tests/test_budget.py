@@ -49,7 +49,7 @@ BUDGET = {
     "rollout": Size(4085, 12, 0),
     "serve": Size(3792, 14, 0),
     "server_side": Size(687, 8, 0),
-    "system": Size(3590, 15, 0),
+    "system": Size(3606, 15, 0),
     "trainer": Size(5598, 25, 0),
     "weights": Size(1397, 7, 0),
     "workflow": Size(1783, 8, 0),

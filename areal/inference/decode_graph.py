@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -122,6 +123,7 @@ class _Product:
     def __init__(self, *modules: nn.Linear) -> None:
         self.modules = modules
         self.is_quantized = any(isinstance(module, QuantizedLinear) for module in modules)
+        self._multiply = [_product_of(module) for module in modules]
         self._packed: Tensor | None = None
         self._bias: Tensor | None = None
         self.adapters: AdapterProducts | None = None
@@ -161,10 +163,7 @@ class _Product:
             if added is not None:
                 return product.binary(states, added, self._packed, self._bias, "add")
             return product(states, self._packed, self._bias, "none", [], "")
-        if self.is_quantized:
-            results = [_product_of(one, states) for one in self.modules]
-        else:
-            results = [linear(states, one.weight, one.bias) for one in self.modules]
+        results = [multiply(states) for multiply in self._multiply]
         result = results[0] if len(results) == 1 else torch.cat(results, dim=-1)
         return result if added is None else added + result
 
@@ -172,10 +171,7 @@ class _Product:
         """The products with the modules."""
         if self._packed is not None:
             return self._split(self(states))
-        if self.is_quantized:
-            results = [_product_of(one, states) for one in self.modules]
-        else:
-            results = [linear(states, one.weight, one.bias) for one in self.modules]
+        results = [multiply(states) for multiply in self._multiply]
         if self.adapters is not None and self.adapters.is_active:
             self.adapters.add(self.modules, states, results)
         return results
@@ -191,9 +187,11 @@ class _Product:
         return 1 + next(unequal, 0)
 
 
-def _product_of(module: nn.Linear, states: Tensor) -> Tensor:
-    is_quantized = isinstance(module, QuantizedLinear)
-    return module.product(states) if is_quantized else linear(states, module.weight, module.bias)
+def _product_of(module: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """The product with its present and later weights, without what adapters add."""
+    if isinstance(module, QuantizedLinear):
+        return module.product
+    return partial(linear, weight=module.weight, bias=module.bias)
 
 
 class _Layer(NamedTuple):

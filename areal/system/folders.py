@@ -308,6 +308,8 @@ _MAX_FAILURES, _MIRROR_FAILURES = 8, 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _POLL_S = 0.05
 _BUSY_S = 10.0
+_IDLE_S = 300.0
+"""After this time without a change to its files a process that pulls is not waited for."""
 LIST = ".list"
 """File in a copy: the list by which others verify what they copy from here."""
 SHARED = "file://"
@@ -380,16 +382,13 @@ class FolderPuller:
             try:
                 if self._in_memory and deltas and not (self._is_held(final) or is_complete(final)):
                     problem, deltas = self._change(url, final, deltas, transfers), {}
-                while not (self._is_held(final) or is_complete(final)):
-                    with exclusive(self._local.path / ".pulling") as is_exclusive:
-                        if is_exclusive and not is_complete(final):
+                if not self._is_held(final):
+                    with _pulling(self._local.path, lambda: is_complete(final)) as is_needed:
+                        if is_needed:
                             transfers.append(transfer := _Transfer([*usable, url], match, self._token))
                             problem = problem or self._rebuild(transfer, unfinished(final), deltas or {}, transfers)
                             problem = _copy_rest(transfer, final, problem)
                             _remove_old(self._local.path, final)
-                    if not is_exclusive:
-                        time.sleep(_POLL_S)  # another process of this machine pulls it
-                if not self._is_held(final):
                     self.held = None  # an older one
                     os.utime(final)
             except OSError as error:
@@ -487,17 +486,13 @@ class FolderPuller:
         """The open files with the differences since the version `base`. They stay on the disk for other servers of this
         machine for as long as the trainer offers them."""
         with contextlib.ExitStack() as opened:
-            while True:
-                with exclusive(root / ".pulling") as is_exclusive:
-                    if is_exclusive:
-                        paths = self._fetch(root, _since(base, deltas), transfers)
-                        found = [opened.enter_context(open(path / DELTA_FILE, "rb")) for path in paths]
-                        used = {url.rpartition("/")[2] for url in deltas.values()}
-                        for path in root.glob(f"*{DELTA}*"):
-                            if path.name not in used:
-                                shutil.rmtree(path, ignore_errors=True)
-                        break
-                time.sleep(_POLL_S)  # another process of this machine pulls
+            with _pulling(root, lambda: False):
+                paths = self._fetch(root, _since(base, deltas), transfers)
+                found = [opened.enter_context(open(path / DELTA_FILE, "rb")) for path in paths]
+                used = {url.rpartition("/")[2] for url in deltas.values()}
+                for path in root.glob(f"*{DELTA}*"):
+                    if path.name not in used:
+                        shutil.rmtree(path, ignore_errors=True)
             yield found
 
     def _is_held(self, folder: Path) -> bool:
@@ -514,15 +509,12 @@ class FolderPuller:
         while another process of this machine pulls for `_BUSY_S`: that one may be waiting for this folder."""
         give_up = time.monotonic() + _BUSY_S
         with self.reading(folder) as files:
-            while files is not None and not is_complete(folder):
-                with exclusive(folder.parent / ".pulling") as is_exclusive:
-                    if is_exclusive:
-                        write_folder({**files, LIST: listed}, folder)
-                        _remove_old(folder.parent, folder, differences=False)
-                if not is_exclusive:
-                    if time.monotonic() > give_up:
-                        return
-                    time.sleep(_POLL_S)
+            if files is None:
+                return
+            with _pulling(folder.parent, lambda: is_complete(folder) or time.monotonic() > give_up) as is_needed:
+                if is_needed:
+                    write_folder({**files, LIST: listed}, folder)
+                    _remove_old(folder.parent, folder, differences=False)
 
     def _is_copy(self, mirror: str, name: str) -> bool:
         """Whether an address is that of a folder `name` on a machine of this run."""
@@ -550,6 +542,30 @@ class FolderPuller:
         local, self._local = self._local, None
         if local is not None:
             local.close()
+
+
+@contextlib.contextmanager
+def _pulling(root: Path, is_done: Callable[[], bool]) -> Iterator[bool]:
+    """Be the only process of this machine that changes folders below `root`. False: `is_done` became true before.
+    WeightSyncError when another one is that process and changes nothing for `_IDLE_S`."""
+    since = time.time()
+    while True:
+        with exclusive(root / ".pulling") as is_exclusive:
+            if (ends := is_done()) or is_exclusive:
+                yield not ends
+                return
+        if time.time() - max(since, _last_change(root)) > _IDLE_S:
+            text = f"another process of this machine pulls weights to {root} and has written nothing for {_IDLE_S:g} s"
+            raise WeightSyncError(f"{text}: end the server that hangs", code="weights.pull_failed")
+        time.sleep(_POLL_S)
+
+
+def _last_change(root: Path) -> float:
+    """Seconds since the epoch. A folder that disappears meanwhile is a change."""
+    try:
+        return max(path.stat().st_mtime for path in (root, *root.rglob("*")))
+    except OSError:
+        return time.time()
 
 
 def _since(base: str, deltas: Mapping[str, str]) -> list[str]:

@@ -50,7 +50,7 @@ def test_running_servers_of_other_systems_cannot_copy_weights_over_http(load, ba
 
 @pytest.mark.parametrize("backend", ["sglang", "vllm"])
 def test_other_servers_get_no_differences_over_a_collective(load, backend: str) -> None:
-    with pytest.raises(ConfigError, match=f"delta_xccl needs native .* {backend}") as caught:
+    with pytest.raises(ConfigError, match=f"delta_xccl needs native .* {backend}: use delta_disk") as caught:
         load(f"allocation_mode={backend}:d1+fsdp:d1", "actor.weight_update_mode=delta_xccl")
     assert [problem.path for problem in caught.value.problems] == ["actor.weight_update_mode"]
 

@@ -150,6 +150,24 @@ def test_what_another_process_pulls_stays(trainer: Trainer, puller: FolderPuller
     assert [folder.is_dir() for folder in others] == [True, True]
 
 
+def test_a_process_that_pulls_is_waited_for_while_it_writes(
+    trainer: Trainer, puller: FolderPuller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulled = puller.pull(trainer.urls[0]).path
+    os.utime(pulled / "model", (2**33, 2**33))
+    assert folders._last_change(pulled.parent) == 2**33
+    seen = iter([2.0**33, 2.0**33, 0.0])
+    monkeypatch.setattr(folders, "_last_change", lambda _: next(seen))
+    monkeypatch.setattr(folders, "_IDLE_S", 0.0)
+    with (
+        exclusive(pulled.parent / ".pulling") as is_held,
+        raises_code("weights.pull_failed", "written nothing for 0 s"),
+    ):
+        assert is_held
+        puller.pull(trainer.urls[1])
+    assert not list(seen)
+
+
 def test_leftovers_of_killed_processes_are_removed_and_push_out_no_version(
     trainer: Trainer, puller: FolderPuller
 ) -> None:
@@ -193,29 +211,6 @@ def lost_difference(trainer: Trainer, local: Path) -> None:
     (trainer.root / "delta_v000001").rename(trainer.root / "gone")
 
 
-@pytest.mark.parametrize(
-    ("harm", "words"),
-    [
-        (flip, f"{SIZE} bytes were copied"),
-        (unreadable, "Is a directory"),
-        (wrong_difference, f"{SIZE} bytes were copied"),
-        (damaged_difference, "cannot be applied"),
-        (lost_difference, "does not serve"),
-    ],
-)
-def test_a_difference_that_makes_other_weights_or_none_is_replaced_by_a_copy(
-    trainer: Trainer, puller: FolderPuller, harm: Callable[[Trainer, Path], None], words: str
-) -> None:
-    first = puller.pull(trainer.urls[0])
-    harm(trainer, first.path.parent)
-    pulled = puller.pull(trainer.urls[1], (), trainer.chain(0, 1))
-    assert is_version(pulled, trainer, 1)
-    assert words in pulled.problem
-    assert pulled.num_bytes >= SIZE
-    pulled = puller.pull(trainer.urls[2], (), {trainer.name(1): trainer.deltas[1]})
-    assert (pulled.problem, is_version(pulled, trainer, 2)) == ("", True)
-
-
 @pytest.fixture
 def native(tmp_path: Path) -> Iterator[FolderPuller]:
     made = FolderPuller("secret", {}, in_memory=True)
@@ -226,6 +221,32 @@ def native(tmp_path: Path) -> Iterator[FolderPuller]:
 def is_held(puller: FolderPuller, pulled: Pulled, trainer: Trainer, version: int) -> bool:
     with puller.reading(pulled.path) as files:
         return files is not None and files["model"].tobytes() == (trainer.folder(version) / "model").read_bytes()
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (flip, "the differences made other weights"),
+        (unreadable, "Is a directory"),
+        (wrong_difference, "the differences made other weights"),
+        (damaged_difference, "cannot be applied"),
+        (lost_difference, "does not serve"),
+    ],
+)
+def test_a_difference_that_makes_other_weights_or_none_is_replaced_by_a_copy(
+    trainer: Trainer, request: pytest.FixtureRequest, harm: Callable[[Trainer, Path], None], words: str, in_memory: bool
+) -> None:
+    puller: FolderPuller = request.getfixturevalue("native" if in_memory else "puller")
+    first = puller.pull(trainer.urls[0])
+    harm(trainer, first.path.parent)
+    pulled = puller.pull(trainer.urls[1], (), trainer.chain(0, 1))
+    assert is_version(pulled, trainer, 1)
+    assert words in pulled.problem
+    assert pulled.num_bytes >= SIZE
+    pulled = puller.pull(trainer.urls[2], (), {trainer.name(1): trainer.deltas[1]})
+    assert pulled.problem == ""
+    assert is_held(puller, pulled, trainer, 2) if in_memory else is_version(pulled, trainer, 2)
 
 
 def test_versions_in_memory_take_no_space_on_the_disk_and_differences_are_copied_once_for_a_machine(
@@ -259,29 +280,6 @@ def test_a_server_that_starts_again_makes_the_version_in_memory_from_the_last_fo
     assert (pulled.problem, is_held(again, pulled, trainer, 2)) == ("", True)
     assert [name for name, _ in copied] == ["v000000", "delta_v000001", "delta_v000002"]
     again.close()
-
-
-@pytest.mark.parametrize(
-    ("harm", "words"),
-    [
-        (flip, "made other weights"),
-        (unreadable, "Is a directory"),
-        (wrong_difference, "made other weights"),
-        (damaged_difference, "cannot be applied"),
-        (lost_difference, "does not serve"),
-    ],
-)
-def test_a_difference_that_makes_other_weights_in_memory_or_none_is_replaced_by_a_copy(
-    trainer: Trainer, native: FolderPuller, harm: Callable[[Trainer, Path], None], words: str
-) -> None:
-    first = native.pull(trainer.urls[0])
-    harm(trainer, first.path.parent)
-    pulled = native.pull(trainer.urls[1], (), trainer.chain(0, 1))
-    assert is_version(pulled, trainer, 1)
-    assert words in pulled.problem
-    assert pulled.num_bytes >= SIZE
-    pulled = native.pull(trainer.urls[2], (), {trainer.name(1): trainer.deltas[1]})
-    assert (pulled.problem, is_held(native, pulled, trainer, 2)) == ("", True)
 
 
 def test_a_version_in_memory_stays_when_a_difference_is_lost_and_a_newer_folder_is_preferred(
