@@ -158,6 +158,12 @@ def test_4_bit_floats_are_those_of_torchao(dtype):
     assert nibbles(codes) == packed.tolist()
 
 
+def test_blocks_of_4_bit_floats_divide_the_inputs_of_any_number_of_outputs():
+    sizes = [(7, 64), (7, 48), (7, 40)]
+    assert [SCHEMES["mxfp4"].fits(*size) for size in sizes] == [True, False, False]
+    assert [SCHEMES["nvfp4"].fits(*size) for size in sizes] == [True, True, False]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_of_zeros_give_zeros(kind):
     layer = layer_of(kind, torch.zeros(16, 32))
@@ -390,9 +396,10 @@ async def test_a_folder_reaches_the_weights_of_a_server(options, serve_with, che
         assert first["meta_info"]["output_token_logprobs"] != second["meta_info"]["output_token_logprobs"]
 
 
-def test_adapters_are_served_on_a_quantised_model(build_model, drive, write_adapter, prompts, reference_logprobs):
+@pytest.mark.parametrize("kind", ["int8", "nvfp4"])
+def test_adapters_are_served_on_a_quantised_model(build_model, drive, write_adapter, prompts, reference_logprobs, kind):
     model = build_model("qwen3-gqa")
-    quantize(model, "int8")
+    quantize(model, kind)
     folder, merged = write_adapter(with_plain_weights(model), 1, 4)
     driver = drive(model, max_prefill_tokens=32)
     number = load(driver, folder)
