@@ -39,40 +39,29 @@ class PageFacts:
 class _Spec(NamedTuple):
     section: str
     title: str
-    patterns: tuple[str, ...]
-    options: tuple[str, ...] = ()
+    patterns: str  # Of its columns, separated by spaces.
+    options: str = ""  # That govern it, separated by spaces.
     only_above_zero: bool = False
 
 
+_LANES, _STALENESS = "who waits for whom, and what the trainer does", "staleness of a batch"
+_STEP = "seconds/step seconds/after_step seconds/rollout seconds/update seconds/publish_weights"
+_IN_FLIGHT = "rollout.max_concurrent_rollouts train_dataset.batch_size"
 _SPECS = (
-    _Spec("rewards", "reward of train batches and evaluations", ("rollout/reward", "eval/*/reward")),
-    _Spec("rewards", "answers of evaluations without a reward", ("eval/*/missing",), only_above_zero=True),
-    _Spec("rewards", "loss", ("loss", "eval/loss")),
-    _Spec("time", "who waits for whom, and what the trainer does", (f"{LANE}*",)),
-    _Spec(
-        "time",
-        "time of a step",
-        ("seconds/step", "seconds/after_step", "seconds/rollout", "seconds/update", "seconds/publish_weights"),
-    ),
-    _Spec("time", "speed", ("rollout/generated_tokens_per_s", "trained_tokens_per_s")),
-    _Spec(
-        "rollout",
-        "episodes when a batch was made",
-        ("rollout/running", "rollout/queue_length"),
-        ("rollout.max_concurrent_rollouts", "train_dataset.batch_size"),
-    ),
-    _Spec(
-        "rollout",
-        "staleness of a batch",
-        ("rollout/staleness_mean", "rollout/staleness_max"),
-        ("rollout.max_head_offpolicyness",),
-    ),
-    _Spec("rollout", "set-point of staleness", ("rollout/setpoint/target", "rollout/setpoint/value")),
-    _Spec("rollout", "speed of one answer by server", ("rollout/replica_tokens_per_s/*",)),
-    *(_Spec("policy", name, keys) for name, keys in CURVES.items() if name not in ("reward", "loss")),
+    _Spec("rewards", "reward of train batches and evaluations", "rollout/reward eval/*/reward"),
+    _Spec("rewards", "answers of evaluations without a reward", "eval/*/missing", only_above_zero=True),
+    _Spec("rewards", "loss", "loss eval/loss"),
+    _Spec("time", _LANES, f"{LANE}*"),
+    _Spec("time", "time of a step", _STEP),
+    _Spec("time", "speed", "rollout/generated_tokens_per_s trained_tokens_per_s"),
+    _Spec("rollout", "episodes when a batch was made", "rollout/running rollout/queue_length", _IN_FLIGHT),
+    _Spec("rollout", _STALENESS, "rollout/staleness_mean rollout/staleness_max", "rollout.max_head_offpolicyness"),
+    _Spec("rollout", "set-point of staleness", "rollout/setpoint/target rollout/setpoint/value"),
+    _Spec("rollout", "speed of one answer by server", "rollout/replica_tokens_per_s/*"),
+    *(_Spec("policy", name, " ".join(keys)) for name, keys in CURVES.items() if name not in ("reward", "loss")),
 )
 _HISTOGRAM = f"tokens by staleness in versions, last {WINDOW} steps"
-_PATTERNS = tuple(pattern for spec in _SPECS for pattern in spec.patterns)
+_PATTERNS = tuple(pattern for spec in _SPECS for pattern in spec.patterns.split())
 
 
 class StepTable:
@@ -107,27 +96,27 @@ class StepTable:
         """The charts for which there are values, in the order of the page."""
         charts: list[Chart] = []
         for spec in _SPECS:
-            keys = matching(self._sums, spec.patterns)
-            is_lanes = spec.patterns == (f"{LANE}*",)
+            keys, is_lanes = matching(self._sums, spec.patterns.split()), spec.title == _LANES
             if is_lanes:
                 keys = self._lanes(keys)
             if not keys or (spec.only_above_zero and not any(self._sums[key] for key in keys)):
                 continue
             entry = entry_of(keys[0])
-            charts.append(
-                Chart(
-                    section=spec.section,
-                    title=spec.title,
-                    unit="share of the time of a step" if is_lanes else entry.unit if entry else "",
-                    kind="lanes" if is_lanes else "line",
-                    wide=is_lanes or spec.patterns[0] == "rollout/reward",
-                    series=[Series(key=key, label=_label(key, keys), sparse=key.startswith("eval/")) for key in keys],
-                    options=[options[name] for name in spec.options if name in options],
-                )
+            chart = Chart(
+                section=spec.section,
+                title=spec.title,
+                unit="share of the time of a step" if is_lanes else entry.unit if entry else "",
+                kind="lanes" if is_lanes else "line",
+                wide=is_lanes or keys[0] == "rollout/reward",
+                series=[Series(key=key, label=_label(key, keys), sparse=key.startswith("eval/")) for key in keys],
+                options=[options[name] for name in spec.options.split() if name in options],
             )
-            if "rollout.max_head_offpolicyness" in spec.options and view.staleness:
-                bars = replace(charts[-1], title=_HISTOGRAM, kind="bars", series=(), bars=view.staleness)
-                charts.append(replace(bars, unit="share of tokens"))
+            charts.append(chart)
+            if spec.title == _STALENESS and view.staleness:
+                data = [[float(value) for value in view.staleness], list(view.staleness.values())]
+                charts.append(
+                    replace(chart, title=_HISTOGRAM, kind="bars", unit="share of tokens", series=(), data=data)
+                )
         return charts
 
     def _lanes(self, keys: Sequence[str]) -> list[str]:

@@ -2,8 +2,8 @@
 
 import base64
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -34,9 +34,8 @@ class Chart:
     kind: str  # line, lanes, or bars.
     wide: bool = False  # It has a row of its own.
     series: Sequence[Series] = ()
-    bars: Mapping[str, float] = field(default_factory=dict[str, float])  # Label -> value, of kind bars.
     options: Sequence[GoverningOption] = ()
-    data: Sequence[Sequence[float]] = ()  # Seconds and a column for each series, of a chart that is not over steps.
+    data: Sequence[Sequence[float]] = ()  # x and a column for each series, of a chart that is not over steps.
 
 
 class Page(NamedTuple):

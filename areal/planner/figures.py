@@ -16,7 +16,7 @@ SEEDS = 3
 SETTLING_STEPS = 4
 """Steps, besides the maximum staleness, that are unlike the others: at the start, when servers are empty, and at the
 end, when no batch needs more answers."""
-_LEAST_STEPS, _LEAST_ANSWERS = 10, 2000
+_LEAST_STEPS, _LEAST_ANSWERS = 10, 6000
 """Of the steps whose figures count: the mean length of few answers differs from that of the run."""
 BOUND_SHARE = 0.1
 """Share of the time that the trainers wait, from which on what they wait for bounds the run."""

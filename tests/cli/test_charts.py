@@ -88,7 +88,7 @@ def test_charts_name_their_series_units_and_the_options_that_govern_them(run):
     assert (option.name, option.value) == ("rollout.max_head_offpolicyness", 1)
     assert option.meaning.startswith("Maximum staleness")
     (bars,) = [chart for chart in facts.charts if chart.kind == "bars"]
-    assert bars.bars == {"0": 0.25, "1": 0.75}
+    assert bars.data == [[0.0, 1.0], [0.25, 0.75]]
     (lanes,) = [chart for chart in facts.charts if chart.kind == "lanes"]
     assert [one.label for one in lanes.series][-1] == "update", "phases below one percent have no lane"
 

@@ -101,7 +101,7 @@ async def test_spans_of_a_traced_run_are_lanes_that_grow(run, tmp_path):
         traced(run, "trainer-0", ("wait_batch", at, at + 0.9), ("update", at + 0.9, at + 1.9))
         traced(run, "server-0", ("queued", at, at + 0.2), ("run", at + 0.2, at + 1.2))
         traced(run, "controller", ("generate", at, at + 1.2), ("reward", at + 1.2, at + 1.5), of="episode")
-    spans = "[...board.cards.values()].find((card) => card.chart.data.length)"
+    spans = "[...board.cards.values()].find((card) => card.chart.title.startsWith('spans'))"
     async with served(run.root) as address, open_tab(tmp_path / "profile") as tab:
         await tab.open(f"{address}/?key={KEY}")
         await tab.until(DRAWN)

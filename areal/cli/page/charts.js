@@ -27,18 +27,18 @@ function rowsInto(id, heads, rows) {
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-function number(value) {
+function number(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
   if (size >= 1000) return value.toLocaleString("en", { maximumFractionDigits: 0 });
-  if (size && size < 0.001) return value.toExponential(2);
-  return String(+value.toPrecision(4));
+  if (size && size < 0.001) return value.toExponential(digits - 2);
+  return String(+value.toPrecision(digits));
 }
 
 function short(value) {
   const size = Math.abs(value);
   for (const [unit, name] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (size >= unit) return +(value / unit).toPrecision(3) + name;
-  return size && size < 0.001 ? value.toExponential(0) : String(+value.toPrecision(3));
+  return number(value, 3);
 }
 
 function duration(seconds) {
@@ -85,7 +85,6 @@ class ChartCard {
   draw(xs, columns, axis) {
     const { kind } = this.chart;
     let data = [xs, ...columns];
-    if (kind === "bars") data = [Object.keys(this.chart.bars).map((_, place) => place), Object.values(this.chart.bars)];
     if (kind === "lanes") data = grouped(xs, columns, this.width() / 2);
     this.real = data;
     if (kind === "lanes") {
@@ -180,10 +179,10 @@ class ChartCard {
   }
 
   asBars(made) {
-    const names = Object.keys(this.chart.bars);
-    made.scales.x.range = [-0.6, names.length - 0.4];
+    const [xs, shares] = this.chart.data;
+    made.scales.x.range = [xs[0] - 0.6, xs.at(-1) + 0.6];
     made.scales.y = { range: (_, low, high) => [0, Math.max(high, 1e-9) * 1.05] };
-    Object.assign(made.axes[0], { splits: names.map((_, place) => place), values: () => names.map((name) => `${name}\n${percent(this.chart.bars[name])}`), grid: { show: false }, incrs: [1], size: 46 });
+    Object.assign(made.axes[0], { splits: xs, values: () => xs.map((x, place) => `${x}\n${percent(shares[place])}`), grid: { show: false }, incrs: [1], size: 46 });
     made.axes[1].values = (_, all) => all.map(percent);
     made.series = [
       {},
