@@ -1,19 +1,19 @@
 """The spans of a traced run as lanes of the page: in which share of each moment a process did each kind of work."""
 
-import contextlib
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from areal.cli.web_page import Chart, Series
-from areal.observe.trace import Interval, interval_of, joined
+from areal.observe.trace import Interval, interval_of, joined, read_spans
 
 _CELLS = 400
 _TAIL_BYTES = 2**18  # The newest part of each file is shown: a few train steps of a small run, hours of a large one.
-_LEAST_SHARE = 0.002  # A kind of work has a lane from this share of the shown time on.
+_LEAST_SHARE, _MOST_LANES = 0.005, 24
+"""A kind of work has a lane from this share of the shown time on. Of many servers and ranks the first are shown."""
 
 
 class SpanLanes:
@@ -26,37 +26,30 @@ class SpanLanes:
 
     def chart(self) -> Chart | None:
         """The chart of the newest spans; None without any."""
-        sizes = {path: path.stat().st_size for path in sorted(self._folder.glob("*.jsonl"))}
+        sizes = {path: path.stat().st_size for path in sorted(self._folder.glob("*.jsonl"), key=_place)}
         if sizes != self._sizes:
-            self._sizes = sizes
-            self._chart = _chart_of(
-                [(path.stem, size > _TAIL_BYTES, _newest(path, size)) for path, size in sizes.items()]
-            )
+            self._sizes, self._chart = sizes, _chart_of(sizes)
         return self._chart
 
 
-def _newest(path: Path, size: int) -> list[dict[str, Any]]:
-    """The newest events that have a length, in the order of the file."""
-    found: list[dict[str, Any]] = []
-    with path.open("rb") as file:
-        file.seek(max(0, size - _TAIL_BYTES))
-        for line in file.read(_TAIL_BYTES).split(b"\n"):
-            with contextlib.suppress(ValueError):  # the first and the last line may be incomplete
-                event = orjson.loads(line)
-                if event["ph"] in ("X", "b"):
-                    found.append(event)
-    return found
+def _place(path: Path) -> tuple[int, str]:
+    """The controller, the first server and trainer, the second ones, ..."""
+    number = path.stem.rpartition("-")[2]
+    return int(number) if number.isdecimal() else -1, path.stem
 
 
-def _chart_of(files: list[tuple[str, bool, list[dict[str, Any]]]]) -> Chart | None:
-    """`files`: process, whether earlier events are left out, and its events. The time with all events is shown."""
+def _chart_of(sizes: Mapping[Path, int]) -> Chart | None:
+    """Of the newest part of each file, and of the time of which all events are read."""
     lanes: dict[str, list[Interval]] = defaultdict(list)
-    for process, _, events in files:
+    known_from: list[float] = []
+    for path, size in sizes.items():
+        events = list(read_spans(path, newest_bytes=_TAIL_BYTES))
         for event in events:
-            lanes[f"{process}: {event['name']}"].append(interval_of(event))
+            lanes[f"{path.stem}: {event['name']}"].append(interval_of(event))
+        if size > _TAIL_BYTES:
+            known_from.append(min(event["ts"] for event in events))
     if not lanes:
         return None
-    known_from = [min(event["ts"] for event in events) for _, is_cut, events in files if is_cut and events]
     first = max(known_from, default=min(start for spans in lanes.values() for start, _ in spans))
     edges = np.linspace(first, max(end for spans in lanes.values() for _, end in spans), _CELLS + 1)
     columns: dict[str, Any] = {}
@@ -64,7 +57,7 @@ def _chart_of(files: list[tuple[str, bool, list[dict[str, Any]]]]) -> Chart | No
         starts, ends = np.array(joined(spans)).T
         busy = np.clip(edges[:, None] - starts, 0, ends - starts).sum(axis=1)
         share = np.diff(busy) / np.diff(edges)
-        if share.mean() >= _LEAST_SHARE:
+        if share.mean() >= _LEAST_SHARE and len(columns) < _MOST_LANES:
             columns[name] = share.round(3).tolist()
     return Chart(
         section="time",

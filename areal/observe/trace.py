@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -231,6 +231,23 @@ def open_tracer(config: PerfTracerConfig | None, paths: RunPaths, process_name: 
     if config is None or not config.enabled:
         return None
     return ChromeTracer(paths.trace / f"{process_name}.jsonl", process_name, save_interval=config.save_interval)
+
+
+def read_spans(path: Path, *, newest_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """The events with a length in the trace of one process; none without the file. Incomplete lines, of a killed
+    process, are skipped. `newest_bytes`: read the end of the file only."""
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        if newest_bytes is not None:
+            lines.seek(max(0, path.stat().st_size - newest_bytes))
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if event["ph"] in ("X", "b"):
+                yield event
 
 
 def join_traces(folder: Path) -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """Service times of a recorded run, from its ledger, its metrics and, where it has them, its traces."""
 
-import contextlib
-import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -20,7 +18,7 @@ from areal.fleet.weight_updater import PROBE_PREFIX
 from areal.ledger.event_files import PayloadReader, open_reader
 from areal.ledger.payload import read_table
 from areal.observe.step_files import read_step_lines
-from areal.observe.trace import Interval, joined
+from areal.observe.trace import Interval, joined, read_spans
 from areal.planner.cores import WorkClock
 from areal.planner.service import ServerTimes, ServiceTimes, TrainerTimes, Workload, most_running
 from areal.reward.pool import pool_size
@@ -125,23 +123,13 @@ class Episode:
         return self.generated_s + self.reward_s
 
 
-def _events(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
-    """The events of a trace that have a beginning and a size; none without a trace."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            with contextlib.suppress(ValueError):  # an incomplete line of a process that was killed
-                event = json.loads(line)
-                if event.get("ph") == "b" and event["cat"] in kinds:
-                    yield event
-
-
 def traced_times(path: Path) -> tuple[dict[int, Episode], list[float]]:
     """Times of the episodes, and the seconds of the weight updates; empty without a trace."""
     found: defaultdict[int, Episode] = defaultdict(Episode)
     updates: list[float] = []
-    for event in _events(path, "episode", "weight update"):
+    for event in read_spans(path):
+        if event["cat"] not in ("episode", "weight update"):
+            continue
         start_s, size_s = event["ts"] / 1e6, event["args"]["us"] / 1e6
         if event["cat"] == "weight update":
             updates.append(size_s)
@@ -251,7 +239,9 @@ def traced_answers(folder: Path) -> list[Served]:
     found: list[Served] = []
     for path in sorted(folder.glob("server-*.jsonl")):
         started: dict[str, float] = {}
-        for event in _events(path, "request"):
+        for event in read_spans(path):
+            if event["cat"] != "request":
+                continue
             args, number = event["args"], event["id"]
             if event["name"] == "run":
                 started[number] = event["ts"] / 1e6

@@ -58,15 +58,26 @@ def traced(run, process, *spans, of="request"):
 def test_spans_of_the_traces_are_lanes_of_each_process(run):
     lanes = SpanLanes(run.trace)
     assert lanes.chart() is None
-    traced(run, "server-0", ("run", 0.0, 4.0), ("run", 2.0, 6.0), ("queued", 1.0, 1.001))
+    traced(run, "server-0", ("run", 0.0, 4.0), ("run", 2.0, 6.0), ("queued", 1.0, 1.03))
     traced(run, "trainer-0", ("update", 5.0, 8.0))
     chart = lanes.chart()
     assert [one.label for one in chart.series] == ["server-0: run", "trainer-0: update"]  # the other is too short
+    assert (chart.kind, chart.unit) == ("lanes", "share of the time")
     times, *columns = chart.data
     assert (len(times), times[-1]) == (400, 8.0)
     assert [sum(column) * 8 / 400 for column in columns] == pytest.approx([6.0, 3.0])  # the union of both requests
     assert (columns[0][299], columns[0][300], columns[1][249], columns[1][250]) == (1.0, 0.0, 0.0, 1.0)
     assert lanes.chart() is chart  # nothing has grown
+
+
+def test_lanes_of_many_processes_are_those_of_the_first(run):
+    for number in range(40):
+        traced(run, f"server-{number}", ("run", 0.0, 4.0))
+        traced(run, f"trainer-{number}", ("update", 0.0, 4.0))
+    traced(run, "controller", ("reward", 0.0, 4.0), of="episode")
+    labels = [one.label for one in SpanLanes(run.trace).chart().series]
+    assert len(labels) == 24
+    assert labels[:4] == ["controller: reward", "server-0: run", "trainer-0: update", "server-1: run"]
 
 
 def test_only_the_time_of_which_all_spans_are_known_is_shown(run):
