@@ -229,6 +229,8 @@ class Served:
     prompt: int
     """Tokens of the context before it."""
     tokens: int
+    queued_s: float = 0.0
+    """Seconds in which the request waited before; 0 = not recorded."""
     is_exact: bool = True
     """Both times are recorded."""
 
@@ -249,7 +251,8 @@ def traced_answers(folder: Path) -> list[Served]:
                 if args.get("scored") or number.startswith(PROBE_PREFIX):
                     continue
                 times = {"server": path.stem, "start_s": start_s, "end_s": (event["ts"] + args["us"]) / 1e6}
-                found.append(Served(**times, prompt=args["prompt"], tokens=args["tokens"]))
+                sizes = {"prompt": args["prompt"], "tokens": args["tokens"]}
+                found.append(Served(**times, **sizes, queued_s=start_s - event["ts"] / 1e6))
     return found
 
 
@@ -401,6 +404,7 @@ def measured_run(folder: Path, *, cores: float) -> MeasuredRun:
         sequence_s=sequence_s,
         context_s=context_s,
         prefill_s=sequence_s,
+        queued_s=median(one.queued_s for one in answers),
         prepare_s=max(0.0, update_s - trainer.publish_s),
         has_second_copy=config.server_backend == "native",
         max_running=most_running(config),

@@ -83,8 +83,10 @@ class SimulatedServer(Replica):
         self._require_alive()
         self._calls |= dict.fromkeys(sequences)
         try:
+            if self._times.queued_s:
+                await asyncio.sleep(self._times.queued_s)
             self._look()
-            self._waiting.extend(sequences)
+            self._waiting.extend(sequence for sequence in sequences if not sequence.ended)
             self._changed()
             for _ in sequences:
                 number, chunk = await out.get()

@@ -20,6 +20,8 @@ class ServerTimes:
     context_s: float = 0.0
     prefill_s: float = 0.0
     """For each prompt token that it computes; the decode steps wait meanwhile."""
+    queued_s: float = 0.0
+    """From the arrival of a request to the step that begins with it, when there is room."""
     max_running: float = math.inf
     """Sequences that run at the same time: others wait."""
     max_context: float = math.inf

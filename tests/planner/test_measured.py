@@ -150,7 +150,9 @@ def test_answers_of_a_trace_of_a_server(tmp_path):
         text.append(lines("run", 2.0, 4.0, request_id))
         text.append(lines("request", 1.0, 4.0, request_id, prompt=900, tokens=1, scored=scored))
     (tmp_path / "server-1.jsonl").write_text("\n".join([*text, '{"ph": "b", "cat": "req']))
-    assert traced_answers(tmp_path) == [Served(server="server-1", start_s=2.0, end_s=5.0, prompt=8, tokens=20)]
+    assert traced_answers(tmp_path) == [
+        Served(server="server-1", start_s=2.0, end_s=5.0, prompt=8, tokens=20, queued_s=1.0)
+    ]
 
 
 def test_times_of_another_model_or_size_are_extrapolated():

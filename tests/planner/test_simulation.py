@@ -176,6 +176,13 @@ def test_agents_wait_for_their_tools_between_turns():
     assert outcome.prompts == 4 * SIZE * 2 * 16  # each conversation computes its own
 
 
+def test_a_request_waits_for_the_next_step_of_its_server():
+    one = setting(0, rule="100", steps=3)
+    server = replace(one.times.server, queued_s=0.25)
+    outcome = simulate(replace(one, times=replace(one.times, server=server)))
+    assert [step.wait_batch_s for step in outcome.steps] == pytest.approx([0.25 + 100 * STEP_S] * 3)
+
+
 def test_rewards_wait_for_workers():
     one = setting(0, rule="100", steps=3)
     one = replace(one, times=replace(one.times, rewards_s=(0.5,), reward_workers=4))
