@@ -16,8 +16,8 @@ SEEDS = 3
 SETTLING_STEPS = 4
 """Steps, besides the maximum staleness, that are unlike the others: at the start, when servers are empty, and at the
 end, when no batch needs more answers."""
-_LEAST_STEPS, _LEAST_ANSWERS = 10, 6000
-"""Of the steps whose figures count: the mean length of few answers differs from that of the run."""
+_LEAST_STEPS, _MOST_STEPS, _ANSWERS = 10, 60, 4000
+"""Steps whose figures count, and enough answers in all of them: the mean length of few is unlike that of the run."""
 BOUND_SHARE = 0.1
 """Share of the time that the trainers wait, from which on what they wait for bounds the run."""
 _T = 4.30
@@ -82,7 +82,7 @@ def steps_for(config: PPOConfig) -> int:
     """Train steps of a simulation that has a steady state."""
     answers = config.train_dataset.batch_size * config.gconfig.n_samples
     settling = config.rollout.max_head_offpolicyness + SETTLING_STEPS
-    return 2 * settling + max(_LEAST_STEPS, _LEAST_ANSWERS // answers)
+    return 2 * settling + max(_LEAST_STEPS, min(_MOST_STEPS, _ANSWERS // answers))
 
 
 def simulated(setting: Setting, seeds: int) -> Figures:
