@@ -62,6 +62,7 @@ class FakeFleet:
         )  # fmt: skip
 
     async def load_adapter(self, name, folder):
+        assert name not in self.loaded
         self.loaded.append(name)
 
     async def unload_adapter(self, name):
@@ -554,23 +555,31 @@ async def test_unused_adapters_leave_the_servers(tmp_path, slots):
 
 async def test_a_new_adapter_has_its_turn_while_others_are_always_in_use():
     fleet = FakeFleet()
-    pool, order = AdapterPool(fleet, 2), []
+    pool, order, ends = AdapterPool(fleet, 3), [], []
 
     async def sample(name, may_end):
         async with pool.used(Path(name) / "1/adapter"):
             order.append(name)
             await may_end.wait()
 
-    ends = [asyncio.Event() for _ in range(4)]
-    tasks = [asyncio.create_task(sample(*one)) for one in zip("abca", ends, strict=True)]
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert order == ["a", "b"]  # the second sample of a would keep c away
+    async def settled():
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return "".join(order)
+
+    tasks = []
+    for name in "abcdae":
+        ends.append(asyncio.Event())
+        tasks.append(asyncio.create_task(sample(name, ends[-1])))
+    assert await settled() == "abc"  # the second sample of a would keep d away
+    ends[1].set()
+    assert await settled() == "abcd"
+    ends[2].set()
+    assert await settled() == "abcde"  # a leaves before it is loaded again
     for end in ends:
         end.set()
     await asyncio.gather(*tasks)
-    assert order == ["a", "b", "c", "a"]
-    assert len(fleet.loaded) == 2
+    assert "".join(order) == "abcdea"
     await pool.close()
 
 
