@@ -260,8 +260,8 @@ def _measure(command: Sequence[str], config: PPOConfig, *, trial: str, launcher:
     rows = [json.loads(line) for line in paths.metrics.read_text(encoding="utf-8").splitlines()]
     plan, summary = json.loads(paths.plan.read_bytes()), json.loads(paths.summary.read_bytes())
     hardware = _hardware(config, plan["processes"])
-    found = throughput(rows, warmup_steps=options.warmup_steps, steps=options.steps, hardware=hardware)
-    return {"folder": str(paths.root), "peak_memory_gib": summary["peak_rss_gib"], "throughput": found}
+    figures = throughput(rows, warmup_steps=options.warmup_steps, steps=options.steps, hardware=hardware)
+    return {"folder": str(paths.root), "peak_memory_gib": summary["peak_rss_gib"], "throughput": figures}
 
 
 def _synthetic(config: PPOConfig, path: Path, *, num_steps: int) -> list[str]:

@@ -91,8 +91,8 @@ def _guarded(key: str) -> Any:
     async def check(request: web.Request, handler: Any) -> web.StreamResponse:
         if refusal := guard.foreign(request.headers):
             return web.Response(status=refusal.status, text=refusal.message)
-        given = request.query.get("key") or request.cookies.get(cookie) or ""
-        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode()):
+        sent = request.query.get("key") or request.cookies.get(cookie) or ""
+        if not hmac.compare_digest(sent.encode("utf-8", "surrogateescape"), key.encode()):
             return web.Response(status=401, text="open the address that areal watch --web prints")
         return await handler(request)
 
@@ -140,17 +140,17 @@ class _Handlers:
         if words is None:
             return web.Response(status=400, text=f"choice is one of {', '.join(_CHOICES)}")
         async with self._reads:
-            found = await asyncio.to_thread(self._answers, words)
-        return web.Response(body=orjson.dumps(found, default=repr), content_type="application/json")
+            answers = await asyncio.to_thread(self._answers, words)
+        return web.Response(body=orjson.dumps(answers, default=repr), content_type="application/json")
 
     def _answers(self, words: tuple[str, ...]) -> dict[str, Any]:
         limit = () if "--best" in words or "--worst" in words else ("--limit", str(_MAX_SAMPLES))
         question = parse_question([str(self._run), "--tokens", *words, *limit])
         try:
-            found = answers_of(question, ledger_folder(self._run))
+            answers = answers_of(question, ledger_folder(self._run))
         except ArealError as error:
             return {"samples": [], "notice": str(error), "levels": LEVELS}
-        return {"samples": found.samples, "notice": found.notice, "levels": LEVELS}
+        return {"samples": answers.samples, "notice": answers.notice, "levels": LEVELS}
 
 
 def serve_page(run: Path, *, port: int, interval_s: float) -> int:

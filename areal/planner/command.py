@@ -53,21 +53,21 @@ def plan_command(words: Sequence[str]) -> int:
     parser.add_argument("--steps", metavar="N", type=_positive, help="train steps for the device hours")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    given = parser.parse_intermixed_args(words)
-    config = _config(given)
+    args = parser.parse_intermixed_args(words)
+    config = _config(args)
     logger = get_logger("areal")
     level = logger.level
     logger.setLevel("ERROR")  # the fleet of a simulation logs what that of a run does
     try:
-        plan = _planned(given, config)
+        plan = _planned(args, config)
     finally:
         logger.setLevel(level)
-    if given.write is not None:
+    if args.write is not None:
         tree = OmegaConf.create()
         for key, value in plan.ranked[0].point.options(Point.of(config)).items():
             OmegaConf.update(tree, key, value, force_add=True)
-        write_atomic(given.write, OmegaConf.to_yaml(tree).encode())
-    text = json.dumps(plan.facts()) if given.json else "\n".join(plan.lines())
+        write_atomic(args.write, OmegaConf.to_yaml(tree).encode())
+    text = json.dumps(plan.facts()) if args.json else "\n".join(plan.lines())
     sys.stdout.write(f"{text}\n")
     return 0
 
@@ -78,15 +78,15 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _config(given: argparse.Namespace) -> PPOConfig:
+def _config(args: argparse.Namespace) -> PPOConfig:
     """What the command line asks to simulate. ConfigError where a plan does not exist."""
-    if given.write is not None and not (given.search or given.devices):
+    if args.write is not None and not (args.search or args.devices):
         raise ConfigError("--write: there is a choice to write only with --devices or --search", code="plan.no_choice")
-    if given.config is None and given.run is None:
+    if args.config is None and args.run is None:
         raise ConfigError("areal plan needs --config FILE, or --from RUN with its own", code="plan.no_config")
-    files = given.config or [str(given.run / "config.yaml")]
-    config_words = [word for path in files for word in ("--config", path)] + given.overrides
-    config = load_experiment(config_words, allow_unknown_top_level=given.config is None, is_quiet=True)
+    files = args.config or [str(args.run / "config.yaml")]
+    config_words = [word for path in files for word in ("--config", path)] + args.overrides
+    config = load_experiment(config_words, allow_unknown_top_level=args.config is None, is_quiet=True)
     if not isinstance(config, PPOConfig):
         message = "areal plan simulates runs with rollouts: use a configuration with an actor"
         raise ConfigError(message, code="plan.no_rollouts")
@@ -97,33 +97,33 @@ def _config(given: argparse.Namespace) -> PPOConfig:
     if target.ess is not None:
         text = "rollout.target_staleness.ess: a plan has no importance weights: use mean, or remove it"
         raise ConfigError(text, code="plan.set_point")
-    if given.search and target.mean is not None:
+    if args.search and target.mean is not None:
         text = "rollout.target_staleness.mean: --search compares values of max_head_offpolicyness: remove it"
         raise ConfigError(text, code="plan.set_point")
     return config
 
 
-def _planned(given: argparse.Namespace, config: PPOConfig) -> "_Plan":
-    seen, bound = _measured(given, config), config.rollout.max_head_offpolicyness
+def _planned(args: argparse.Namespace, config: PPOConfig) -> "_Plan":
+    seen, bound = _measured(args, config), config.rollout.max_head_offpolicyness
 
     def settings(config: PPOConfig) -> Setting:
         if seen is not None:
             return setting_of(config, *adapted(seen, config))
         work = assumed_work(config)
         tokens = config.train_dataset.batch_size * (work.mean_tokens + work.prompt * work.answers)
-        return setting_of(config, card_times(given.card, config, tokens=tokens), work)
+        return setting_of(config, card_times(args.card, config, tokens=tokens), work)
 
     ranked: list[Ranked] = []
-    if given.search or given.devices:
+    if args.search or args.devices:
         search = Search(
             config,
             settings,
-            devices=given.devices or config.allocation.world_size,
-            card_bytes=known_card(given.card).memory_bytes if given.card else gpu_memory_bytes(),
-            varies=bool(given.card and given.search),
+            devices=args.devices or config.allocation.world_size,
+            card_bytes=known_card(args.card).memory_bytes if args.card else gpu_memory_bytes(),
+            varies=bool(args.card and args.search),
             say=_say,
         )
-        ranked = search.best(sorted({*STALENESS, bound}) if given.search else [bound])
+        ranked = search.best(sorted({*STALENESS, bound}) if args.search else [bound])
         config = ranked[0].point.on(config)
     setting = settings(config)
     return _Plan(
@@ -132,15 +132,15 @@ def _planned(given: argparse.Namespace, config: PPOConfig) -> "_Plan":
         gains=gains(config, settings, _say),
         ranked=ranked,
         seen=seen,
-        steps=given.steps or config.total_train_steps,
-        written=given.write,
+        steps=args.steps or config.total_train_steps,
+        written=args.write,
     )
 
 
-def _measured(given: argparse.Namespace, config: PPOConfig) -> MeasuredRun | None:
-    if given.run is not None:
-        return measured_run(given.run, cores=cpu_count())
-    if not given.calibrate:
+def _measured(args: argparse.Namespace, config: PPOConfig) -> MeasuredRun | None:
+    if args.run is not None:
+        return measured_run(args.run, cores=cpu_count())
+    if not args.calibrate:
         return None
     with tempfile.TemporaryDirectory(prefix="areal-plan-") as folder:
         _say("calibrates: runs the configuration for at most 60 s")
@@ -165,7 +165,7 @@ def adapted(seen: MeasuredRun, config: PPOConfig) -> tuple[ServiceTimes, Workloa
     if config.benchmark.length:
         work = assumed_work(config)
     if not config.rollout.should_accept_fn:
-        work = replace(work, rejected=tuple(one for one in work.rejected if one[0] != "filter"))
+        work = replace(work, rejected=tuple(reason for reason in work.rejected if reason[0] != "filter"))
     sizes, others = (_sizes(each, times.cores) for each in (seen.config, config))
     if changed := [name for name, size in sizes.items() if size != others[name]]:
         source = f"{times.source}, with another {' and '.join(changed)}, which is assumed to be as fast"
@@ -242,9 +242,9 @@ class _Plan:
             "steps": self.steps,
             "bound": self.figures.bound,
             "figures": dataclasses.asdict(self.figures),
-            "gains": [{"gain": one.gain, **one.options} for one in self.gains],
+            "gains": [{"gain": gain.gain, **gain.options} for gain in self.gains],
             "ranked": [
-                {**one.point._asdict(), "reason": one.reason, "figures": dataclasses.asdict(one.figures)}
-                for one in self.ranked
+                {**ranked.point._asdict(), "reason": ranked.reason, "figures": dataclasses.asdict(ranked.figures)}
+                for ranked in self.ranked
             ],
         }

@@ -94,8 +94,8 @@ def simulated(setting: Setting, seeds: int) -> Figures:
 
 def figures_of(outcomes: Sequence[Outcome], staleness: int) -> Figures:
     """Of simulations that differ in their seeds. `staleness`: the maximum that admission allows for."""
-    found = [_steady(outcome, staleness + SETTLING_STEPS) for outcome in outcomes]
-    return Figures(**{name: Interval.of([one[name] for one in found]) for name in found[0]})
+    steady = [_steady(outcome, staleness + SETTLING_STEPS) for outcome in outcomes]
+    return Figures(**{name: Interval.of([figures[name] for figures in steady]) for name in steady[0]})
 
 
 def _steady(outcome: Outcome, settling: int) -> dict[str, float]:
@@ -121,21 +121,21 @@ def _steady(outcome: Outcome, settling: int) -> dict[str, float]:
     }
 
 
-def figure_lines(found: Figures, *, devices: int, steps: int | None, note: str) -> list[str]:
+def figure_lines(figures: Figures, *, devices: int, steps: int | None, note: str) -> list[str]:
     """For people. `note` is added to each figure."""
-    waits = f"{found.waits_batch.percent} of the time for batches, {found.waits_servers.percent} for servers"
-    lost = f"{found.dropped} episodes of a step are dropped; {found.recomputed} tokens computed again per token"
+    waits = f"{figures.waits_batch.percent} of the time for batches, {figures.waits_servers.percent} for servers"
+    lost = f"{figures.dropped} episodes of a step are dropped; {figures.recomputed} tokens computed again per token"
     rows = {
-        "steps per hour": f"{found.steps_per_hour}, {found.step_s} s each",
-        "generated": f"{found.generated_tokens_per_s} tokens/s",
-        "trained": f"{found.trained_tokens_per_s} tokens/s",
+        "steps per hour": f"{figures.steps_per_hour}, {figures.step_s} s each",
+        "generated": f"{figures.generated_tokens_per_s} tokens/s",
+        "trained": f"{figures.trained_tokens_per_s} tokens/s",
         "trainers wait": f"{waits} that install weights",
-        "servers compute": f"{found.servers_busy.percent} of the time, {found.running} sequences each",
-        "staleness": f"mean {found.staleness_mean}, 99% {found.staleness_p99}",
+        "servers compute": f"{figures.servers_busy.percent} of the time, {figures.running} sequences each",
+        "staleness": f"mean {figures.staleness_mean}, 99% {figures.staleness_p99}",
         "lost": lost,
     }
     if steps is not None:
-        each = found.step_s
+        each = figures.step_s
         hours = Interval(*(steps * seconds * devices / 3600 for seconds in (each.mean, each.low, each.high)))
         rows["device hours"] = f"{hours} for {steps} steps on {devices} devices"
     return [f"{name:<16} {text}{note}" for name, text in rows.items()]

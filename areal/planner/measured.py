@@ -37,11 +37,11 @@ def nonnegative_fit(columns: Sequence[Sequence[float]], wanted: Sequence[float])
     matrix, target = np.array(columns, float).T, np.array(wanted, float)
     best, least = np.zeros(len(columns)), float(target @ target)
     for chosen in (each for size in range(len(columns)) for each in combinations(range(len(columns)), size + 1)):
-        found, *_ = np.linalg.lstsq(matrix[:, chosen], target, rcond=None)
-        rest = target - matrix[:, chosen] @ found
-        if (found >= 0).all() and rest @ rest < least * (1 - 1e-9):
+        solution, *_ = np.linalg.lstsq(matrix[:, chosen], target, rcond=None)
+        rest = target - matrix[:, chosen] @ solution
+        if (solution >= 0).all() and rest @ rest < least * (1 - 1e-9):
             best, least = np.zeros(len(columns)), float(rest @ rest)
-            best[list(chosen)] = found
+            best[list(chosen)] = solution
     return best.tolist()
 
 
@@ -71,7 +71,7 @@ def trainer_times(
 
     def of(name: str, *without: str) -> Any:
         """Seconds of each step on `clock`."""
-        spent = [row[f"seconds/{name}"] - sum(row.get(f"seconds/{one}", 0.0) for one in without) for row in rows]
+        spent = [row[f"seconds/{name}"] - sum(row.get(f"seconds/{part}", 0.0) for part in without) for row in rows]
         return np.multiply(spent, speeds)
 
     columns = [[1.0] * len(rows), tokens := [row["rollout/tokens"] for row in rows]]
@@ -125,7 +125,7 @@ class Episode:
 
 def traced_times(path: Path) -> tuple[dict[int, Episode], list[float]]:
     """Times of the episodes, and the seconds of the weight updates; empty without a trace."""
-    found: defaultdict[int, Episode] = defaultdict(Episode)
+    episodes: defaultdict[int, Episode] = defaultdict(Episode)
     updates: list[float] = []
     for event in read_spans(path):
         if event["cat"] not in ("episode", "weight update"):
@@ -135,19 +135,19 @@ def traced_times(path: Path) -> tuple[dict[int, Episode], list[float]]:
             updates.append(size_s)
             continue
         number = int(event["id"])
-        one = found[number]
+        episode = episodes[number]
         match event["name"]:
             case "episode":
-                found[number] = replace(one, start_s=start_s)
+                episodes[number] = replace(episode, start_s=start_s)
             case "generate":
-                found[number] = replace(one, generated_s=max(one.generated_s, start_s + size_s))
+                episodes[number] = replace(episode, generated_s=max(episode.generated_s, start_s + size_s))
             case "reward":  # those of several answers run at the same time
-                found[number] = replace(one, reward_s=max(one.reward_s, size_s))
+                episodes[number] = replace(episode, reward_s=max(episode.reward_s, size_s))
             case name if name.startswith("tool "):
-                found[number] = replace(one, tools_s=(*one.tools_s, size_s))
+                episodes[number] = replace(episode, tools_s=(*episode.tools_s, size_s))
             case _:
                 pass
-    return {number: one for number, one in found.items() if one.start_s}, updates
+    return {number: episode for number, episode in episodes.items() if episode.start_s}, updates
 
 
 def read_episodes(paths: RunPaths) -> tuple[list[Episode], dict[str, float], float]:
@@ -172,30 +172,32 @@ def read_episodes(paths: RunPaths) -> tuple[list[Episode], dict[str, float], flo
                 if kind == "accepted":
                     start_s = end_s - event["seconds"]
                 if num_batches >= WARMUP_STEPS:
-                    one = traced.get(event["id"]) or Episode(start_s=start_s)
+                    episode = traced.get(event["id"]) or Episode(start_s=start_s)
                     servers = event.get("replicas", ())
                     server, breaks = servers[0] if len(servers) == 1 else "", event.get("interruptions", 0)
-                    generated_s = one.generated_s or end_s
-                    ended.append((event, replace(one, generated_s=generated_s, server=server, interruptions=breaks)))
+                    generated_s = episode.generated_s or end_s
+                    ended.append(
+                        (event, replace(episode, generated_s=generated_s, server=server, interruptions=breaks))
+                    )
                     if kind != "accepted":
                         lost[event["reason"].partition(":")[0] if kind == "rejected" else "failed"] += 1
     with PayloadReader(paths.ledger) as payloads:
-        episodes = [_with_lengths(one, payloads, event) for event, one in ended[-_MAX_EPISODES:]]
+        episodes = [_with_lengths(episode, payloads, event) for event, episode in ended[-_MAX_EPISODES:]]
     return episodes, {reason: times / len(ended) for reason, times in lost.items()}, median(updates or [0.0])
 
 
-def _with_lengths(one: Episode, payloads: PayloadReader, event: Mapping[str, Any]) -> Episode:
+def _with_lengths(episode: Episode, payloads: PayloadReader, event: Mapping[str, Any]) -> Episode:
     """With the tokens of its trajectories, unless it was not accepted or the payload is gone."""
     if event["event"] != "accepted":
-        return one
+        return episode
     try:
         table = read_table(payloads, dict(event))
     except LedgerError:
-        return one
+        return episode
     made = [part >= 0 for part in np.split(table.output_versions, np.cumsum(table.lengths)[:-1])]
     begins = [np.flatnonzero(part & ~np.concatenate([[False], part[:-1]])) for part in made]
     return replace(
-        one,
+        episode,
         prompt=round(fmean(first[0] if len(first) else len(part) for first, part in zip(begins, made, strict=True))),
         lengths=tuple(int(part.sum()) for part in made),
         turns=round(fmean(max(1, len(first)) for first in begins)),
@@ -205,12 +207,14 @@ def _with_lengths(one: Episode, payloads: PayloadReader, event: Mapping[str, Any
 def reward_times(episodes: Sequence[Episode], workers: int) -> tuple[float, ...]:
     """Seconds of the reward of one answer. With fewer workers than answers, most of the time of a reward is a wait for
     others, which a plan simulates: then one answer takes no longer than if all workers were busy meanwhile."""
-    answers = fmean(len(one.lengths) for one in episodes)
-    each = sorted(one.reward_s for one in episodes)
+    answers = fmean(len(episode.lengths) for episode in episodes)
+    each = sorted(episode.reward_s for episode in episodes)
     if workers >= answers:
         return _thinned(each)
-    busy_s = sum(end_s - start_s for start_s, end_s in joined((one.generated_s, one.rewarded_s) for one in episodes))
-    at_most = busy_s * workers / sum(len(one.lengths) for one in episodes)
+    busy_s = sum(
+        end_s - start_s for start_s, end_s in joined((episode.generated_s, episode.rewarded_s) for episode in episodes)
+    )
+    at_most = busy_s * workers / sum(len(episode.lengths) for episode in episodes)
     return (min(at_most, each[len(each) // 4] * workers / answers),)
 
 
@@ -238,7 +242,7 @@ class Served:
 def traced_answers(folder: Path) -> list[Served]:
     """The answers in the traces of native servers of a run; empty without traces. Requests that score a prompt
     and canary probes are no answers: their time is that of a prompt."""
-    found: list[Served] = []
+    answers: list[Served] = []
     for path in sorted(folder.glob("server-*.jsonl")):
         started: dict[str, float] = {}
         for event in read_spans(path):
@@ -252,43 +256,45 @@ def traced_answers(folder: Path) -> list[Served]:
                     continue
                 times = {"server": path.stem, "start_s": start_s, "end_s": (event["ts"] + args["us"]) / 1e6}
                 sizes = {"prompt": args["prompt"], "tokens": args["tokens"]}
-                found.append(Served(**times, **sizes, queued_s=start_s - event["ts"] / 1e6))
-    return found
+                answers.append(Served(**times, **sizes, queued_s=start_s - event["ts"] / 1e6))
+    return answers
 
 
 def answers_of(episodes: Sequence[Episode]) -> list[Served]:
     """What episodes tell: answers advance at an equal pace, so that only the end of the longest one is exact. The time
     in which an agent waits for its tools counts as a slower pace."""
-    known = [one.lengths for one in episodes if one.lengths]
+    known = [episode.lengths for episode in episodes if episode.lengths]
     if not known:
         return []
     typical = [round(fmean(length for lengths in known for length in lengths))] * round(fmean(map(len, known)))
-    found: list[Served] = []
-    for one in episodes:
-        lengths = one.lengths or typical
+    answers: list[Served] = []
+    for episode in episodes:
+        lengths = episode.lengths or typical
         for length in lengths:
-            is_exact = bool(one.lengths) and length == max(lengths) and not one.interruptions
-            end_s = one.start_s + one.generating_s * length / max(lengths)
-            answer = {"server": one.server, "start_s": one.start_s, "end_s": end_s, "is_exact": is_exact}
-            found.append(Served(**answer, prompt=one.prompt, tokens=length))
-    return found
+            is_exact = bool(episode.lengths) and length == max(lengths) and not episode.interruptions
+            end_s = episode.start_s + episode.generating_s * length / max(lengths)
+            answer = {"server": episode.server, "start_s": episode.start_s, "end_s": end_s, "is_exact": is_exact}
+            answers.append(Served(**answer, prompt=episode.prompt, tokens=length))
+    return answers
 
 
 def decode_times(answers: Sequence[Served]) -> list[float]:
     """Seconds of a decode step, of each sequence in it, and of each token of their contexts."""
-    servers = {one.server for one in answers if one.server} or {""}
-    fitted = [one for one in answers if one.is_exact and one.tokens and one.end_s > one.start_s]
-    fitted = [one for one in fitted if one.server in servers]
+    servers = {served.server for served in answers if served.server} or {""}
+    fitted = [served for served in answers if served.is_exact and served.tokens and served.end_s > served.start_s]
+    fitted = [served for served in fitted if served.server in servers]
     if len(fitted) < _MIN_ANSWERS:
         text = f"the run has {len(fitted)} answers with their times: a plan needs {_MIN_ANSWERS} at least"
         raise InputError(text, code="plan.too_few_steps")
-    unknown = [one for one in answers if one.server not in servers]
-    loads = {name: Load([one for one in answers if one.server == name], unknown, len(servers)) for name in servers}
-    weights = np.sqrt([one.tokens for one in fitted])
-    each = weights * [(one.end_s - one.start_s) / one.tokens for one in fitted]
+    unknown = [served for served in answers if served.server not in servers]
+    loads = {
+        name: Load([served for served in answers if served.server == name], unknown, len(servers)) for name in servers
+    }
+    weights = np.sqrt([served.tokens for served in fitted])
+    each = weights * [(served.end_s - served.start_s) / served.tokens for served in fitted]
     cost = [1.0, 0.0, 0.0]
     for _ in range(_FITS):
-        means = [loads[one.server].mean(one.start_s, one.end_s, cost) for one in fitted]
+        means = [loads[served.server].mean(served.start_s, served.end_s, cost) for served in fitted]
         cost = nonnegative_fit((weights * np.array(means).T).tolist(), each.tolist())
     return cost
 
@@ -296,13 +302,16 @@ def decode_times(answers: Sequence[Served]) -> list[float]:
 class Load:
     """Sequences of a server, and tokens of their contexts, over time. `unknown`: of any of `num_servers`."""
 
-    def __init__(self, own: Sequence[Served], unknown: Sequence[Served], num_servers: int) -> None:
+    def __init__(self, answers: Sequence[Served], unknown: Sequence[Served], num_servers: int) -> None:
         changes: list[tuple[float, float, float, float]] = []
         """The changes: time, and by how much the sequences, the growth of the contexts and the contexts change."""
-        for share, one in [*((1.0, one) for one in own), *((1 / num_servers, one) for one in unknown)]:
-            growth = share * one.tokens / max(1e-9, one.end_s - one.start_s)
-            changes.append((one.start_s, share, growth, share * one.prompt))
-            changes.append((one.end_s, -share, -growth, -share * (one.prompt + one.tokens)))
+        for share, served in [
+            *((1.0, served) for served in answers),
+            *((1 / num_servers, served) for served in unknown),
+        ]:
+            growth = share * served.tokens / max(1e-9, served.end_s - served.start_s)
+            changes.append((served.start_s, share, growth, share * served.prompt))
+            changes.append((served.end_s, -share, -growth, -share * (served.prompt + served.tokens)))
         self._times, sequences, growth, jumps = np.array(sorted(changes)).T
         passed_s = np.diff(self._times, append=self._times[-1])
         grown = np.cumsum(growth) * passed_s
@@ -331,11 +340,11 @@ def shared_cores(
     """The clock of a run on `cores`, and the cores that a server and a trainer rank use while they compute: their CPU
     seconds by the seconds of their work, and 1 at least: with less, something else used the cores. Both are those of
     the steps that ended while there were answers, because `answers` may have the newest only."""
-    names = {one.server for one in answers if one.server} or {""}
-    servers = [joined((one.start_s, one.end_s) for one in answers if one.server == name) for name in names]
+    names = {served.server for served in answers if served.server} or {""}
+    servers = [joined((served.start_s, served.end_s) for served in answers if served.server == name) for name in names]
     trainers = [computing_span(row) for row in rows]
-    first_s = min((one.start_s for one in answers), default=math.inf)
-    last_s = max((one.end_s for one in answers), default=-math.inf)
+    first_s = min((served.start_s for served in answers), default=math.inf)
+    last_s = max((served.end_s for served in answers), default=-math.inf)
     seen = [row for row in rows[WARMUP_STEPS:] if "cpu/controller" in row and first_s <= row["time"] <= last_s]
     of_server = of_rank = 1.0
     for _ in range(_ROUNDS):
@@ -390,21 +399,21 @@ def measured_run(folder: Path, *, cores: float) -> MeasuredRun:
         raise InputError(f"{folder} is a run without rollouts: there is nothing to plan", code="plan.no_run")
     rows = read_step_lines(paths.metrics)
     episodes, rejected, update_s = read_episodes(paths)
-    after_s = min((one.start_s for one in episodes), default=0.0)
-    answers = [one for one in traced_answers(paths.trace) if one.start_s >= after_s] or answers_of(episodes)
+    after_s = min((episode.start_s for episode in episodes), default=0.0)
+    answers = [served for served in traced_answers(paths.trace) if served.start_s >= after_s] or answers_of(episodes)
     shared = cores if config.cluster.n_gpus_per_node == 0 else math.inf
     trained = [row for row in rows if "rollout/staleness_mean" in row]
     clock, server_cores, rank_cores = shared_cores(trained, answers, shared, config.allocation.train[0].parallel.dp)
     trainer = trainer_times(rows, clock, cores=rank_cores, first_s=after_s if shared < math.inf else -math.inf)
-    worked = [replace(one, start_s=clock.at(one.start_s), end_s=clock.at(one.end_s)) for one in answers]
+    worked = [replace(served, start_s=clock.at(served.start_s), end_s=clock.at(served.end_s)) for served in answers]
     step_s, sequence_s, context_s = decode_times(worked)
-    known = [one for one in episodes if one.lengths]
+    known = [episode for episode in episodes if episode.lengths]
     server = ServerTimes(
         step_s=max(step_s, 1e-9),
         sequence_s=sequence_s,
         context_s=context_s,
         prefill_s=sequence_s,
-        queued_s=median(one.queued_s for one in answers),
+        queued_s=median(served.queued_s for served in answers),
         prepare_s=max(0.0, update_s - trainer.publish_s),
         has_second_copy=config.server_backend == "native",
         max_running=most_running(config),
@@ -416,15 +425,15 @@ def measured_run(folder: Path, *, cores: float) -> MeasuredRun:
         trainer=trainer,
         rewards_s=reward_times(known, workers),
         reward_workers=workers,
-        tools_s=_thinned(sorted(size for one in known for size in one.tools_s)),
+        tools_s=_thinned(sorted(size for episode in known for size in episode.tools_s)),
         cores=shared,
         source=f"measured in {folder.name}",
     )
     work = Workload(
-        prompt=max(1, round(fmean(one.prompt for one in known))),
+        prompt=max(1, round(fmean(episode.prompt for episode in known))),
         answers=config.gconfig.n_samples,
-        recorded=tuple(one.lengths for one in known),
-        turns=max(1, round(fmean(one.turns for one in known))),
+        recorded=tuple(episode.lengths for episode in known),
+        turns=max(1, round(fmean(episode.turns for episode in known))),
         rejected=tuple(sorted(rejected.items())),
     )
     first, *_, last = trained[WARMUP_STEPS:]

@@ -64,7 +64,7 @@ class Point(NamedTuple):
     def options(self, before: Self | None = None) -> dict[str, str | int | None]:
         """key -> value of what differs from another point, or of everything that is not a default."""
         options = zip(_KEYS, self, before or (None,) * len(_KEYS), strict=True)
-        return {key: own for key, own, other in options if own != other}
+        return {key: value for key, value, other in options if value != other}
 
 
 _KEYS = (
@@ -111,20 +111,20 @@ def gains(config: PPOConfig, settings: Settings, say: Say) -> list[Gain]:
         point._replace(episodes=2 * config.max_concurrent_rollouts),
         point._replace(weight_update="keep_cache"),
     ]
-    found: list[Gain] = []
+    useful: list[Gain] = []
     before = simulated(settings(config), 1).steps_per_hour.mean
     for change in changes:
         changed, options = change.on(config), change.options(point)
         if options and is_allowed(changed, config):
             say(text_of(options))
             with contextlib.suppress(ArealError):  # the changed run would fail
-                found.append(Gain(options, simulated(settings(changed), 1).steps_per_hour.mean / before - 1))
-    return sorted(found, key=lambda one: -one.gain)
+                useful.append(Gain(options, simulated(settings(changed), 1).steps_per_hour.mean / before - 1))
+    return sorted(useful, key=lambda gain: -gain.gain)
 
 
-def bound_line(bound: str, found: Sequence[Gain]) -> str:
+def bound_line(bound: str, changes: Sequence[Gain]) -> str:
     """What bounds the run, and the options that move it."""
-    useful = [f"{text_of(one.options)} gives {one.gain:+.0%}" for one in found if one.gain >= LEAST_GAIN]
+    useful = [f"{text_of(change.options)} gives {change.gain:+.0%}" for change in changes if change.gain >= LEAST_GAIN]
     return f"{bound}-bound: " + ("; ".join(useful[:3]) or "no single change gives 1% more")
 
 
@@ -141,10 +141,10 @@ class Ranked:
 
     @property
     def reason(self) -> str:
-        found = self.figures
+        figures = self.figures
         return (
-            f"{found.bound}-bound: trainers wait {found.waits_batch.mean:.0%} of the time, servers compute "
-            f"{found.servers_busy.mean:.0%}, staleness {found.staleness_mean.mean:.2f}"
+            f"{figures.bound}-bound: trainers wait {figures.waits_batch.mean:.0%} of the time, servers compute "
+            f"{figures.servers_busy.mean:.0%}, staleness {figures.staleness_mean.mean:.2f}"
         )
 
 
@@ -196,45 +196,45 @@ class Search:
     def best(self, staleness: Sequence[int]) -> list[Ranked]:
         """What was simulated, the most steps per hour first; of equal ones the lowest staleness. All are simulated with
         one seed, and the best ones with all seeds."""
-        found = ordered(self._simulated([point for bound in staleness for point in self._chosen(bound)], 1))
-        if not found:
+        ranked = ordered(self._simulated([point for bound in staleness for point in self._chosen(bound)], 1))
+        if not ranked:
             mode = self._config.allocation_mode
             text = f"--devices {self._devices}: no allocation like {mode} works on them; {self._why}"
             raise ConfigError(text.rstrip("; "), code="plan.too_few_devices")
         if len(staleness) > 1:
-            first, point = found[0].figures.steps_per_hour.mean, found[0].point
+            first, point = ranked[0].figures.steps_per_hour.mean, ranked[0].point
             episodes = point.on(self._config).max_concurrent_rollouts
             more = [point._replace(episodes=count) for count in (max(1, episodes // 2), episodes * 2)]
-            more = self._simulated([one for one in more if self._seconds_of(one) < math.inf], 1)
-            found += [one for one in more if one.figures.steps_per_hour.mean > first * (1 + LEAST_GAIN)]
-            found = ordered(found)
-        return ordered(self._simulated([one.point for one in found[:BEST]], SEEDS)) + found[BEST:]
+            more = self._simulated([point for point in more if self._seconds_of(point) < math.inf], 1)
+            ranked += [other for other in more if other.figures.steps_per_hour.mean > first * (1 + LEAST_GAIN)]
+            ranked = ordered(ranked)
+        return ordered(self._simulated([entry.point for entry in ranked[:BEST]], SEEDS)) + ranked[BEST:]
 
     def _simulated(self, points: Sequence[Point], seeds: int) -> list[Ranked]:
         """The candidates whose run would not fail."""
-        found: list[Ranked] = []
+        ranked: list[Ranked] = []
         for point in points:
             try:
-                one = Ranked(point=point, figures=simulated(self._settings(point.on(self._config)), seeds))
+                entry = Ranked(point=point, figures=simulated(self._settings(point.on(self._config)), seeds))
             except ArealError as error:
                 self._why = str(error)
                 continue
-            found.append(one)
-            self._say(f"{text_of(point.options())}: {one.figures.steps_per_hour.mean:.3g} steps per hour")
-        return found
+            ranked.append(entry)
+            self._say(f"{text_of(point.options())}: {entry.figures.steps_per_hour.mean:.3g} steps per hour")
+        return ranked
 
     def _chosen(self, bound: int) -> list[Point]:
         """The candidates with this staleness that the closed form ranks first."""
-        base, found = Point.of(self._config)._replace(staleness=bound), list[Point]()
+        base, points_of_bound = Point.of(self._config)._replace(staleness=bound), list[Point]()
         for server, trainer in self._shapes():
             points = [base._replace(allocation=each) for each in self._splits(server, trainer)]
             step = max(1, len(points) // _SPLITS)
             coarse = [place for place in range(0, len(points), step) if self._seconds_of(points[place]) < math.inf]
             if coarse:
                 middle = min(coarse, key=lambda place, points=points: self._seconds_of(points[place]))
-                found += [self._filled(point) for point in points[max(0, middle - step) : middle + step + 1]]
-        found.sort(key=self._seconds_of)
-        return [one for one in found[:SIMULATED] if self._seconds_of(one) < math.inf]
+                points_of_bound += [self._filled(point) for point in points[max(0, middle - step) : middle + step + 1]]
+        points_of_bound.sort(key=self._seconds_of)
+        return [point for point in points_of_bound[:SIMULATED] if self._seconds_of(point) < math.inf]
 
     def _shapes(self) -> Iterator[tuple[ParallelDims, ParallelDims]]:
         """Sizes of a server and of the model-parallel trainer: those of the configuration and, if they vary, others."""
@@ -279,13 +279,13 @@ class Search:
         return self._seconds[point]
 
 
-def ordered(found: Sequence[Ranked]) -> list[Ranked]:
+def ordered(entries: Sequence[Ranked]) -> list[Ranked]:
     """The most steps per hour first; of those that differ by less than `LEAST_GAIN` the lowest staleness."""
-    left = sorted(found, key=lambda one: -one.figures.steps_per_hour.mean)
+    left = sorted(entries, key=lambda entry: -entry.figures.steps_per_hour.mean)
     result: list[Ranked] = []
     while left:
         least = left[0].figures.steps_per_hour.mean / (1 + LEAST_GAIN)
-        equal = [one for one in left if one.figures.steps_per_hour.mean >= least]
-        result += sorted(equal, key=lambda one: one.figures.staleness_mean.mean)
+        equal = [entry for entry in left if entry.figures.steps_per_hour.mean >= least]
+        result += sorted(equal, key=lambda entry: entry.figures.staleness_mean.mean)
         left = left[len(equal) :]
     return result

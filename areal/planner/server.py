@@ -103,7 +103,7 @@ class SimulatedServer(Replica):
             raise ServerUnavailable("the simulated server is lost", code="server.unreachable")
 
     async def abort(self, request_id: str) -> None:
-        self._end_all([one for one in self._calls if one.request_id == request_id])
+        self._end_all([call for call in self._calls if call.request_id == request_id])
 
     def _end_all(self, sequences: Sequence[_Sequence]) -> None:
         self._look()
@@ -290,8 +290,8 @@ class SimulatedServers:
         self._starts = [1] * number
 
     def list(self, prefix: str) -> dict[str, str]:
-        found = {place: {"address": f"http://{LOOPBACK}:{place}", "pid": n} for place, n in enumerate(self._starts)}
-        return {f"{prefix}/{place}": json.dumps(record) for place, record in found.items()}
+        records = {place: {"address": f"http://{LOOPBACK}:{place}", "pid": n} for place, n in enumerate(self._starts)}
+        return {f"{prefix}/{place}": json.dumps(record) for place, record in records.items()}
 
     def connect(self, name: str, address: str, form: AnswerForm, /) -> SimulatedServer:
         return self.each[int(address.rpartition(":")[2])]

@@ -133,8 +133,12 @@ class Workload:
         if self.rule is not None:
             lengths = [self.rule.draw(rng) for _ in range(self.answers)]
         else:
-            found = rng.choice(self.recorded)
-            lengths = list(found) if len(found) == self.answers else rng.choices(found, k=self.answers)
+            lengths_of_episode = rng.choice(self.recorded)
+            lengths = (
+                list(lengths_of_episode)
+                if len(lengths_of_episode) == self.answers
+                else rng.choices(lengths_of_episode, k=self.answers)
+            )
         draw, why = rng.random(), ""
         for reason, share in self.rejected:
             why = reason if 0 <= draw < share else why

@@ -203,8 +203,8 @@ class SimulatedWorkflow(RolloutWorkflow):
 def resized(mode: AllocationMode, servers: ParallelDims, trainer: ParallelDims) -> str:
     """The allocation with other sizes of the servers and of the first trainer."""
     sizes = {id(mode.inference): servers, id(mode.train[0]): trainer}
-    found = [replace(one, parallel=sizes.get(id(one), one.parallel)) for one in mode.allocations]
-    return str(replace(mode, allocations=tuple(found)))
+    parts = [replace(part, parallel=sizes.get(id(part), part.parallel)) for part in mode.allocations]
+    return str(replace(mode, allocations=tuple(parts)))
 
 
 def coarse(setting: Setting, most_tokens: int = SIMULATED_TOKENS) -> Setting:
@@ -298,11 +298,11 @@ async def _simulate(setting: Setting, *, keeps_events: bool) -> Outcome:
         if ended.done():
             ended.result()
         trainer.result()
-        busy_s, tokens_each = sum(one.busy_s for one in servers.each), setting.unit * setting.copies
+        busy_s, tokens_each = sum(server.busy_s for server in servers.each), setting.unit * setting.copies
         outcome.busy = busy_s / clock() / len(servers.each)
-        sequence_s = sum(one.sequence_s for one in servers.each) * times.server.multiplicity
+        sequence_s = sum(server.sequence_s for server in servers.each) * times.server.multiplicity
         outcome.running = sequence_s / busy_s if busy_s else 0.0
-        outcome.prefilled = sum(one.num_prefilled for one in servers.each) * tokens_each
+        outcome.prefilled = sum(server.num_prefilled for server in servers.each) * tokens_each
         outcome.prompts = workflow.num_prompt_tokens * tokens_each
     finally:
         tasks = [trainer, ended, *meanwhile]
