@@ -241,7 +241,7 @@ class TurnRules:
             elif generated is not None and trained.num_tokens == generated.num_tokens and trained != generated:
                 text = f"episode {episode} trains on other tokens than those that were generated for turn {turn}"
                 report.violate("turn changed", text, episodes=[episode])
-        num_trained, num_wanted = adoption.num_trained, sum(one.num_tokens for one in known)
+        num_trained, num_wanted = adoption.num_trained, sum(entry.num_tokens for entry in known)
         if num_trained is None:
             return
         if not adoption.trained and num_trained > num_wanted:
@@ -270,13 +270,13 @@ def _trained_turns(columns: TokenTable, turns: Sequence[str]) -> dict[str, _Gene
     session_of, turn_of = np.repeat(columns.columns[SESSION], columns.lengths)[made], columns.columns[TURNS][made]
     order = np.lexsort((places[made], turn_of, session_of))
     edges = np.flatnonzero((np.diff(session_of[order]) != 0) | (np.diff(turn_of[order]) != 0)) + 1
-    found: dict[str, _Generated] = {}
+    generated: dict[str, _Generated] = {}
     for part in np.split(order, edges) if len(order) else ():
         session, number = int(session_of[part[0]]), int(turn_of[part[0]])
         known = 0 <= session < len(of_session) and 0 <= number < len(of_session[session])
         name = of_session[session][number] if known else ""
-        found[name] = _Generated(len(part), tokens_checksum(columns.token_ids[made[part]].tolist()))
-    return found
+        generated[name] = _Generated(len(part), tokens_checksum(columns.token_ids[made[part]].tolist()))
+    return generated
 
 
 def _num_overwritten(record: str, turns: Sequence[str]) -> int | None:

@@ -28,16 +28,16 @@ class RowRewards:
 
 def row_rewards(ledger: Path) -> dict[str, RowRewards]:
     """eval/MODE and eval/MODE/SET -> its newest rewards; empty without a readable ledger that has them."""
-    found: dict[str, RowRewards] = {}
+    results: dict[str, RowRewards] = {}
     try:
         for event in open_reader(ledger).events():
             if event["event"] == "evaluated":
                 for name, rows in event.get("rewards", {}).items():
                     key = f"eval/{event['mode']}/{name}" if name else f"eval/{event['mode']}"
-                    found[key] = RowRewards(step=event["step"], rewards=dict(rows))
+                    results[key] = RowRewards(step=event["step"], rewards=dict(rows))
     except LedgerError:
         return {}
-    return found
+    return results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +65,15 @@ class Interval:
         return f"difference {self.difference:+.3f} [{self.low:+.3f}, {self.high:+.3f}] ({rows}): {self.verdict}"
 
 
-def difference_interval(one: Mapping[int, float], other: Mapping[int, float], *, is_paired: bool) -> Interval:
+def difference_interval(run: Mapping[int, float], other: Mapping[int, float], *, is_paired: bool) -> Interval:
     """The mean of `one` minus that of `other`, with the interval of its bootstrap over rows.
 
     `is_paired`: equal numbers of rows mean the same rows; if both have all of them, they are drawn together, else each
     on its own. The draws have a fixed seed.
     """
     random = np.random.default_rng(0)
-    first, second = (np.array([rows[row] for row in sorted(rows)], np.float64) for rows in (one, other))
-    if is_paired and one.keys() == other.keys():
+    first, second = (np.array([rows[row] for row in sorted(rows)], np.float64) for rows in (run, other))
+    if is_paired and run.keys() == other.keys():
         means = _means(first - second, random)
     else:
         is_paired = False
@@ -83,7 +83,7 @@ def difference_interval(one: Mapping[int, float], other: Mapping[int, float], *,
         difference=float(first.mean() - second.mean()),
         low=low,
         high=high,
-        num_rows=min(len(one), len(other)),
+        num_rows=min(len(run), len(other)),
         is_paired=is_paired,
     )
 

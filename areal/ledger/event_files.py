@@ -313,9 +313,9 @@ def _require_payloads(folder: Path, state: LedgerState) -> None:
         ends[segment] = max(ends.get(segment, 0), offset + size)
     for segment, end in ends.items():
         path = payload_path(folder, segment)
-        found = path.stat().st_size if path.exists() else 0
-        if found < end:
-            problem = f"{path} has {found} bytes, but the events need {end}" if found else f"{path} is missing"
+        present = path.stat().st_size if path.exists() else 0
+        if present < end:
+            problem = f"{path} has {present} bytes, but the events need {end}" if present else f"{path} is missing"
             raise LedgerError(f"{problem}; {remedy(state)}", code="ledger.bad_payload")
 
 

@@ -35,8 +35,8 @@ class KeptPayloads:
         """Write the payloads of (episode, attempt) and remove the oldest beyond the limit. Raises OSError."""
         if self._names is None:
             self._folder.mkdir(exist_ok=True)
-            found = [(path.stat().st_mtime_ns, path.name) for path in self._folder.iterdir() if _NAME.match(path.name)]
-            self._names = deque(name for _, name in sorted(found))
+            files = [(path.stat().st_mtime_ns, path.name) for path in self._folder.iterdir() if _NAME.match(path.name)]
+            self._names = deque(name for _, name in sorted(files))
         for episode_id, attempt, payload in kept[-self.limit :] if self.limit else kept[:0]:
             name = f"{episode_id:06d}-{attempt}.bin"
             (self._folder / name).write_bytes(payload)

@@ -413,15 +413,15 @@ def skip_batch(folder: Path) -> BatchRecord:
     """
     lock = LedgerLock(folder)
     try:
-        found = recover_folder(folder)
-        state = found.state
+        recovered = recover_folder(folder)
+        state = recovered.state
         record = state.batches.get(state.next_step - 1)
         if record is None or record.step in state.consumed_steps:
             text = f"{folder} records no batch that a trainer has not consumed: there is nothing to skip"
             raise LedgerError(text, code="ledger.no_open_batch")
         event = {"event": "skipped", "step": record.step, "ids": list(record.episode_ids), "at": time.time()}
         state.apply(event)
-        writer = GroupWriter(folder, found.next_number, after=found.end)
+        writer = GroupWriter(folder, recovered.next_number, after=recovered.end)
         try:
             writer.write([event], [])
         except OSError as error:

@@ -108,7 +108,7 @@ def _encode(
     turn_ids: tuple[str, ...] = (),
 ) -> EncodedEpisode:
     try:
-        lengths = [_checked_length(one, is_scored=is_scored) for one in trajectories]
+        lengths = [_checked_length(row, is_scored=is_scored) for row in trajectories]
         num_tokens, body = sum(lengths), None
         if num_tokens <= _SHORT and not record:
             body = _short_body(episode_id, trajectories, lengths, limits)
@@ -124,9 +124,9 @@ def _encode(
         checksum = zlib.crc32(piece, checksum)
     made_by = [version for version, _, _ in by_version if version != -1] or [-1]
     sessions, num_finished, reward = first_of_sessions(trajectories), 0, 0.0
-    for one in sessions:
-        num_finished += one.finished
-        reward += one.reward
+    for row in sessions:
+        num_finished += row.finished
+        reward += row.reward
     return EncodedEpisode(
         b"".join((_MAGIC, checksum.to_bytes(4, "little"), *pieces)),
         num_tokens,
@@ -195,19 +195,19 @@ def _short_body(
     rewards: list[float] = []
     finished: list[bool] = []
     last_mask = last_made = mask_numbers = made_numbers = None  # as in `_body`
-    for one in trajectories:
-        if one.columns or one.images or one.session >= 0:
+    for row in trajectories:
+        if row.columns or row.images or row.session >= 0:
             return None
-        if mask_numbers is None or one.loss_mask is not last_mask:
-            last_mask, mask_numbers = one.loss_mask, [*one.loss_mask]
-        if made_numbers is None or one.output_versions is not last_made:
-            last_made, made_numbers = one.output_versions, [*one.output_versions]
-        token_ids += one.token_ids
+        if mask_numbers is None or row.loss_mask is not last_mask:
+            last_mask, mask_numbers = row.loss_mask, [*row.loss_mask]
+        if made_numbers is None or row.output_versions is not last_made:
+            last_made, made_numbers = row.output_versions, [*row.output_versions]
+        token_ids += row.token_ids
         versions += made_numbers
-        logprobs += one.rollout_logprobs
+        logprobs += row.rollout_logprobs
         loss_mask += mask_numbers
-        rewards.append(one.reward)
-        finished.append(one.finished)
+        rewards.append(row.reward)
+        finished.append(row.finished)
     mask, rows, size = bytes(loss_mask), len(lengths), len(token_ids)
     head, form = (episode_id, rows, size, 0), _short_form(rows, size)
     try:
@@ -337,23 +337,23 @@ def _columns(
     trajectories: Sequence[Trajectory], lengths: Sequence[int], record: str
 ) -> Iterator[tuple[ColumnSpec, np.ndarray]]:
     """Each column that any trajectory has, with rows for all of them."""
-    for spec in dict.fromkeys(spec for one in trajectories for spec in one.columns):
-        given = [one.columns.get(spec) for one in trajectories]
+    for spec in dict.fromkeys(spec for row in trajectories for spec in row.columns):
+        values_of_rows = [row.columns.get(spec) for row in trajectories]
         if spec.per == "token":
-            yield spec, _token_column(spec, given, lengths)
+            yield spec, _token_column(spec, values_of_rows, lengths)
         else:
-            yield spec, _sequence_column(spec, given)
-    if any(one.session >= 0 for one in trajectories):
-        yield SESSION, np.array([one.session for one in trajectories], "i4")
+            yield spec, _sequence_column(spec, values_of_rows)
+    if any(row.session >= 0 for row in trajectories):
+        yield SESSION, np.array([row.session for row in trajectories], "i4")
         _check_rewards(trajectories)
-    if any(one.images for one in trajectories):
-        yield from image_columns([one.images for one in trajectories]).items()
+    if any(row.images for row in trajectories):
+        yield from image_columns([row.images for row in trajectories]).items()
     if record:
         yield _RECORD, np.frombuffer(record.encode(), np.uint8)
 
 
-def _token_column(spec: ColumnSpec, given: Sequence[Any], lengths: Sequence[int]) -> np.ndarray:
-    arrays = [None if values is None else to_numpy(values, spec.dtype) for values in given]
+def _token_column(spec: ColumnSpec, values_of_rows: Sequence[Any], lengths: Sequence[int]) -> np.ndarray:
+    arrays = [None if values is None else to_numpy(values, spec.dtype) for values in values_of_rows]
     first = next(values for values in arrays if values is not None)
     missing = StoredColumn(spec, first.dtype.str, first.shape[1:])
     for values, size in zip(arrays, lengths, strict=True):
@@ -361,20 +361,20 @@ def _token_column(spec: ColumnSpec, given: Sequence[Any], lengths: Sequence[int]
             text = f"a trajectory has {spec.name} of shape {values.shape} for {size} token_ids"
             raise TrajectoryError(f"{text}: give one row for each", code="workflow.trajectory_lengths")
     rows = [missing.filled(size) if values is None else values for values, size in zip(arrays, lengths, strict=True)]
-    found = np.concatenate(rows)
-    _require_finite(spec, found, may_be_nan=spec.fill is None)
-    return found
+    joined = np.concatenate(rows)
+    _require_finite(spec, joined, may_be_nan=spec.fill is None)
+    return joined
 
 
-def _sequence_column(spec: ColumnSpec, given: Sequence[Any]) -> np.ndarray:
-    numbers: list[Any] = [value for value in given if value is not None]
-    found = to_numpy(numbers, spec.dtype)
-    _require_finite(spec, found, may_be_nan=False)
-    if len(numbers) < len(given):
-        every = StoredColumn(spec, found.dtype.str, found.shape[1:]).filled(len(given))
-        every[[value is not None for value in given]] = found
+def _sequence_column(spec: ColumnSpec, values_of_rows: Sequence[Any]) -> np.ndarray:
+    numbers: list[Any] = [value for value in values_of_rows if value is not None]
+    stored = to_numpy(numbers, spec.dtype)
+    _require_finite(spec, stored, may_be_nan=False)
+    if len(numbers) < len(values_of_rows):
+        every = StoredColumn(spec, stored.dtype.str, stored.shape[1:]).filled(len(values_of_rows))
+        every[[value is not None for value in values_of_rows]] = stored
         return every
-    return found
+    return stored
 
 
 def _require_finite(spec: ColumnSpec, values: np.ndarray, *, may_be_nan: bool) -> None:
@@ -391,9 +391,9 @@ def _require_finite(spec: ColumnSpec, values: np.ndarray, *, may_be_nan: bool) -
 
 def _check_rewards(trajectories: Sequence[Trajectory]) -> None:
     of_session: dict[int, float] = {}
-    for one in trajectories:
-        if one.session >= 0 and of_session.setdefault(one.session, one.reward) != one.reward:
-            text = f"rows of session {one.session} have rewards {of_session[one.session]} and {one.reward}: give one"
+    for row in trajectories:
+        if row.session >= 0 and of_session.setdefault(row.session, row.reward) != row.reward:
+            text = f"rows of session {row.session} have rewards {of_session[row.session]} and {row.reward}: give one"
             raise TrajectoryError(text, code="workflow.session_rewards")
 
 
@@ -525,8 +525,8 @@ def record_of(table: TokenTable) -> str:
 
 def recorded_sessions(record: str) -> list[Mapping[str, Any]]:
     """The sessions of an agent in the text that its workflow recorded; those without trajectories are last."""
-    found: list[Mapping[str, Any]] = orjson.loads(record).get("sessions", []) if record else []
-    return found
+    sessions: list[Mapping[str, Any]] = orjson.loads(record).get("sessions", []) if record else []
+    return sessions
 
 
 def columns_of_row(table: TokenTable, row: int, tokens: slice) -> dict[ColumnSpec, Any]:
@@ -534,17 +534,17 @@ def columns_of_row(table: TokenTable, row: int, tokens: slice) -> dict[ColumnSpe
 
     Those that have only fill values are left out.
     """
-    found: dict[ColumnSpec, Any] = {}
+    columns: dict[ColumnSpec, Any] = {}
     for spec, values in table.columns.items():
         if spec in (SESSION, IMAGE_COUNT) or spec.per == "group":
             continue
-        own = values[tokens] if spec.per == "token" else values[row : row + 1]
+        part = values[tokens] if spec.per == "token" else values[row : row + 1]
         missing = StoredColumn(spec, values.dtype.str, values.shape[1:]).filled(1)
-        if np.array_equal(own, np.broadcast_to(missing, own.shape), equal_nan=own.dtype.kind == "f"):
+        if np.array_equal(part, np.broadcast_to(missing, part.shape), equal_nan=part.dtype.kind == "f"):
             continue
-        plain: Any = own.tolist() if own.ndim == 1 else own
-        found[spec] = plain if spec.per == "token" else plain[0]
-    return found
+        plain: Any = part.tolist() if part.ndim == 1 else part
+        columns[spec] = plain if spec.per == "token" else plain[0]
+    return columns
 
 
 def group_of_payload(episode_id: int, payload: bytes) -> TrajectoryGroup:

@@ -257,8 +257,8 @@ def check_shape(request: TrainerRequest, shape: RunShape) -> None:
     match request:
         case AttachRequest():
             if (request.world_size, request.dp_size) != (shape.world_size, shape.dp_size):
-                given = f"world_size={request.world_size} dp_size={request.dp_size}"
-                raise _invalid(f"{given}, but the run has {shape.world_size} and {shape.dp_size}")
+                asked = f"world_size={request.world_size} dp_size={request.dp_size}"
+                raise _invalid(f"{asked}, but the run has {shape.world_size} and {shape.dp_size}")
             if request.rank >= request.world_size:
                 raise _invalid(f"rank={request.rank} is not below world_size={request.world_size}")
             if request.version != request.step:

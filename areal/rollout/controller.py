@@ -262,7 +262,9 @@ class Controller:
         self._executor = Executor(
             limits=limits,
             temperature=config.gconfig.temperature,
-            longest_row=min((one.mb_spec.max_tokens_per_mb or 2**31 for one in config.models.values()), default=2**31),
+            longest_row=min(
+                (model.mb_spec.max_tokens_per_mb or 2**31 for model in config.models.values()), default=2**31
+            ),
             engine=fleet,
             workflow=workflow,
             rows=rows,

@@ -214,9 +214,9 @@ class _Handlers:
     async def background(self, request: web.Request) -> web.Response:
         asked = await self._allowed(BackgroundRequest, request)
         limit_s = self._poll_s if asked.waits else 0.0
-        found = await self._controller.background_evaluation(asked.step, begins=asked.begins, timeout_s=limit_s)
-        is_early = asked.waits and found.state == "running"
-        return web.Response(status=204) if is_early else _json(found._asdict())
+        evaluation = await self._controller.background_evaluation(asked.step, begins=asked.begins, timeout_s=limit_s)
+        is_early = asked.waits and evaluation.state == "running"
+        return web.Response(status=204) if is_early else _json(evaluation._asdict())
 
     async def committed(self, request: web.Request) -> web.Response:
         asked = await self._allowed(CommittedRequest, request)

@@ -241,7 +241,7 @@ class _Results:
             means.pop("reward", None)
             return means
         rows = self._rows()
-        means["reward"] = fmean(one.reward for answers in rows.values() for one in answers)
+        means["reward"] = fmean(answer.reward for answers in rows.values() for answer in answers)
         error = estimate([reward for _, reward in self.rewards()]).stderr
         means |= {} if error is None else {"reward/stderr": error}
         if num_samples > 1:
@@ -252,10 +252,10 @@ class _Results:
 
     def rewards(self) -> list[tuple[int, float]]:
         """Each row with the mean reward of its answers, by evaluator.missing_reward."""
-        return [(row, fmean(one.reward for one in answers)) for row, answers in self._rows().items()]
+        return [(row, fmean(answer.reward for answer in answers)) for row, answers in self._rows().items()]
 
     def _rows(self) -> dict[int, list[Graded]]:
-        graded = {key: one for key, (_, one) in self._scored.items()}
+        graded = {key: answer for key, (_, answer) in self._scored.items()}
         if self._missing_reward == "zero":
             graded |= dict.fromkeys(self._missed, Graded(reward=0.0))
         rows: dict[int, list[Graded]] = {}
@@ -335,16 +335,18 @@ class Evaluations:
     def active(self) -> str:
         """The running evaluations and their progress, for the status; empty when none runs."""
         return ", ".join(
-            f"{mode} after step {step}, {sum(result.num_done for result in one.results.values())} of {one.num_answers} "
-            "answers done"
-            for (step, mode), one in self._running.items()
-            if not one.task.done()
+            f"{mode} after step {step}, {sum(result.num_done for result in evaluation.results.values())} of "
+            f"{evaluation.num_answers} answers done"
+            for (step, mode), evaluation in self._running.items()
+            if not evaluation.task.done()
         )
 
     @property
     def since_s(self) -> float | None:
         """Loop time at which the oldest running evaluation started."""
-        return min((one.start_s for one in self._running.values() if not one.task.done()), default=None)
+        return min(
+            (evaluation.start_s for evaluation in self._running.values() if not evaluation.task.done()), default=None
+        )
 
     def check(self, mode: str) -> None:
         """RequestError when there is no such evaluation."""
@@ -426,9 +428,9 @@ class Evaluations:
             self._wanted = None
         if self._background is not None and self._background[0] > step:
             self._background[1].cancel()
-        for (evaluated_step, _), one in self._running.items():
+        for (evaluated_step, _), evaluation in self._running.items():
             if evaluated_step > step:
-                one.task.cancel()
+                evaluation.task.cancel()
 
     def _start(self, step: int, mode: str) -> _Running:
         loop, items, results = asyncio.get_running_loop(), self._items(mode), self._no_results()
@@ -508,7 +510,9 @@ class Evaluations:
         results.add(row, sample, stats | {"reward": episode.reward, "generated": episode.num_generated}, graded)
 
     async def close(self) -> None:
-        tasks = [one.task for one in self._running.values()] + ([self._background[1]] if self._background else [])
+        tasks = [evaluation.task for evaluation in self._running.values()] + (
+            [self._background[1]] if self._background else []
+        )
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

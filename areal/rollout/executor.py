@@ -73,7 +73,7 @@ class EpisodeAlarms:
 
         `on_stop` gets the error of an alarm with action=stop.
         """
-        self._chosen = {one.rule.name: one for one in chosen if one.rule.per == "episode"}
+        self._chosen = {alarm.rule.name: alarm for alarm in chosen if alarm.rule.per == "episode"}
         self._num_ended = 0
         self._beyond: dict[str, int] = {}  # The number of ended episodes when an alarm was last beyond its limit.
         self._path = path
@@ -109,7 +109,7 @@ class EpisodeAlarms:
         return has_news
 
     def _look(self) -> None:
-        steps, found = self._steps_done(), list[Alarm]()
+        steps, alarms = self._steps_done(), list[Alarm]()
         while self._window and self._window[0][0] <= self._num_ended - self._size:
             self._counts.subtract(self._window.popleft()[1])
         for name, chosen in self._chosen.items():
@@ -119,13 +119,13 @@ class EpisodeAlarms:
             self._beyond[name] = self._num_ended
             if before is None or self._num_ended - before > self._size:  # else it is the same cause
                 alarm = alarm_of(steps, chosen, value)
-                found.append(dataclasses.replace(alarm, causes=f"{self._details.get(name)}; {alarm.causes}"))
-        for alarm in found:
+                alarms.append(dataclasses.replace(alarm, causes=f"{self._details.get(name)}; {alarm.causes}"))
+        for alarm in alarms:
             if self._path is not None:
                 append_step_line(self._path, steps, dataclasses.asdict(alarm))
-        for group in by_meaning(found):
+        for group in by_meaning(alarms):
             _log.warning("%s", alarms_text(group))
-        for alarm in found:
+        for alarm in alarms:
             if alarm.action == "stop" and not self._has_stopped:
                 self._has_stopped = True
                 self._on_stop(alarm_stop(self._chosen[alarm.name], steps))
@@ -523,7 +523,7 @@ def verdict_on(
     if group.rejected:
         return Rejected(reason=group.rejected, payload=encoded.payload)
     if accept is not None:
-        rewards = group.filter_rewards or [one.reward for one in group.trajectories]
+        rewards = group.filter_rewards or [trajectory.reward for trajectory in group.trajectories]
         if not accept(replace(group, filter_rewards=rewards)):
             return Rejected(reason="filter", payload=encoded.payload)
     return encoded
@@ -531,10 +531,10 @@ def verdict_on(
 
 def _check_filter_rewards(group: TrajectoryGroup) -> None:
     """TrajectoryError unless there is one finite filter reward per trajectory."""
-    given, wanted = len(group.filter_rewards), len(group.trajectories)
-    if given != wanted:
+    count, wanted = len(group.filter_rewards), len(group.trajectories)
+    if count != wanted:
         raise TrajectoryError(
-            f"the group has {given} filter_rewards for {wanted} trajectories: return one for each, or none",
+            f"the group has {count} filter_rewards for {wanted} trajectories: return one for each, or none",
             code="workflow.trajectory_lengths",
         )
     if not all(math.isfinite(value) for value in group.filter_rewards):
@@ -685,7 +685,9 @@ class Executor:
         if oldest == self._dropped_below:  # all that were accepted since had a newer version
             return
         self._dropped_below = oldest
-        for episode in [one for one in self._ledger.state.waiting.values() if 0 <= one.min_version < oldest]:
+        for episode in [
+            episode for episode in self._ledger.state.waiting.values() if 0 <= episode.min_version < oldest
+        ]:
             self._producer.count_dropped(episode.num_tokens)
             self._producer.selection.dropped(episode.episode_id, "stale")
             self._ledger.reject(episode.episode_id, "stale")
@@ -781,7 +783,7 @@ class Executor:
                 _log.warning("%s; it waits in:\n  %s", text, "\n  ".join(stack))
             self._num_stuck += 1
             running.task.cancel()
-            self._dropped = [one for one in self._dropped if not one.done()] + [running.task]
+            self._dropped = [task for task in self._dropped if not task.done()] + [running.task]
             error = StuckEpisode(f"{text} (rollout.episode_timeout_s): it waits in {place}")
             self._failed(episode_id, error, running.engine)
             self._admit_next_turn()

@@ -96,7 +96,7 @@ class Selection:
             ended.rewards += totals.rewards
             ended.sources += totals.sources
         count = len(self._outcomes)
-        found = {
+        shares = {
             "lost_frac": 1 - trained.num_episodes / count,
             "length_ratio": trained.length / ended.length if ended.num_tokens else math.nan,
             "reward_gap": trained.reward - ended.reward,
@@ -104,14 +104,14 @@ class Selection:
         }
         for reason, totals in self._by_reason.items():
             if reason != TRAINED and totals.num_episodes:
-                found[f"lost/{reason}"] = totals.num_episodes / count
-        return {f"selection/{name}": value for name, value in found.items() if not math.isnan(value)}
+                shares[f"lost/{reason}"] = totals.num_episodes / count
+        return {f"selection/{name}": value for name, value in shares.items() if not math.isnan(value)}
 
 
-def _distance(one: Counter[str], other: Counter[str]) -> float:
+def _distance(counts: Counter[str], other: Counter[str]) -> float:
     """Total variation distance of two distributions: half the sum of the differences of their shares."""
-    totals = one.total(), other.total()
-    return sum(abs(one[name] / totals[0] - other[name] / totals[1]) for name in other) / 2
+    totals = counts.total(), other.total()
+    return sum(abs(counts[name] / totals[0] - other[name] / totals[1]) for name in other) / 2
 
 
 def selection_text(stats: dict[str, float]) -> str:

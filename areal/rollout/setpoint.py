@@ -71,17 +71,17 @@ class SetPoint:
         else:
             value, had = staleness, used
         lead = self.lead(state)
-        found = {"setpoint/target": self.target}
+        figures = {"setpoint/target": self.target}
         if used is not None:
-            found[_USED] = used
+            figures[_USED] = used
         if value is not None:
-            found |= {"setpoint/value": value, "setpoint/error": value - self.target}
+            figures |= {"setpoint/value": value, "setpoint/error": value - self.target}
             # The first batches are of episodes that all started at once, and without a lead there is no staleness.
             is_first = len(state.batches) <= self._first_lead + 1.0
             if not is_first and had is not None and had * self.batch_size >= 0.5:
                 # Staleness has the noise, and the lead is its reciprocal: a mean of leads would be too high.
                 lead = 1.0 / ((1.0 - _GAIN) / lead + _GAIN / (had * self._factor(value)))
-        return found | {_LEAD: min(max(lead, 1.0 / self.batch_size), self.max_lead)}
+        return figures | {_LEAD: min(max(lead, 1.0 / self.batch_size), self.max_lead)}
 
     def _used(self, episodes: Sequence[AcceptedEpisode]) -> float | None:
         """Mean lead of the episodes of a batch; None = it is not known of any."""

@@ -153,9 +153,9 @@ class BatchSums:
 
     def stats(self, *, version: int, mask_before: int, max_staleness: int) -> dict[str, float]:
         """`token_stats` of all, and the mean of each statistic of the workflow over the episodes that have it."""
-        found = token_stats(self._blocks, version=version, mask_before=mask_before, max_staleness=max_staleness)
+        stats = token_stats(self._blocks, version=version, mask_before=mask_before, max_staleness=max_staleness)
         means = {f"episode/{name}": sum(values) / len(values) for name, values in self._values.items()}
-        return found | means
+        return stats | means
 
 
 BLOCK = 4096

@@ -161,7 +161,7 @@ def _with_advantages(
     rewards = _shape(batch.rewards + _penalty(batch, config, max_new_tokens), config)
     rewards, factors = centred(rewards, batch, config, recipe, reduce=reduce)
     if config.mask_no_eos_with_zero:
-        rewards, factors = (withhold_unfinished(one, batch.finished) for one in (rewards, factors))
+        rewards, factors = (withhold_unfinished(values, batch.finished) for values in (rewards, factors))
     kl = kl_penalty(batch, config) if kl_coef else None
     per_token = token_rewards(rewards, mask, sequence_index, kl=kl, kl_coef=kl_coef)
     if (turn_rewards := batch.columns.get(TURN_REWARDS)) is not None:
@@ -259,17 +259,17 @@ def _decoupled(batch: TrainBatch, config: PPOActorConfig) -> Tensor:
     A batch may lack some of the functions: those of the data sources that it does not contain. A run of one reward
     function records no separate scores: its rewards are that function's.
     """
-    own = cast("GdpoOptions", config.adv_estimator).weights
+    weights_of_option = cast("GdpoOptions", config.adv_estimator).weights
     parts: dict[str, Tensor] = reward_parts(batch.columns)
-    if not any("/" not in name for name in parts) and not own:  # name/key: a further result of one
+    if not any("/" not in name for name in parts) and not weights_of_option:  # name/key: a further result of one
         parts = {"reward": batch.rewards}
-    if own and not own.keys() & parts.keys():
+    if weights_of_option and not weights_of_option.keys() & parts.keys():
         raise InputError(
-            f"actor.adv_estimator.weights names {', '.join(own)}, but the train batch has scores of "
+            f"actor.adv_estimator.weights names {', '.join(weights_of_option)}, but the train batch has scores of "
             f"{', '.join(parts) or 'no function'}: use the names of reward functions in the metrics",
             code="algorithm.no_reward_parts",
         )
-    weights = [own.get(name, 0.0) if own else float("/" not in name) for name in parts]
+    weights = [weights_of_option.get(name, 0.0) if weights_of_option else float("/" not in name) for name in parts]
     return decoupled_rewards(torch.stack([*parts.values()], 1), weights, batch.group_ids)
 
 
@@ -354,12 +354,12 @@ class PPOActor:
 
     def state(self) -> ActorState:
         """The adaptive coefficients, which a recovery checkpoint stores."""
-        found: dict[str, float] = {}
+        coefficients: dict[str, float] = {}
         if self._kl_control.is_adaptive:
-            found["kl_ctl"] = self._kl_control.coefficient
+            coefficients["kl_ctl"] = self._kl_control.coefficient
         if self._config.adaptive_entropy is not None:
-            found["entropy_coef"] = self._entropy_coef
-        return ActorState(coefficients=found)
+            coefficients["entropy_coef"] = self._entropy_coef
+        return ActorState(coefficients=coefficients)
 
     def load_state(self, state: ActorState) -> None:
         """Continue with the result of `state`. Coefficients that it lacks, and fixed ones, are as configured."""
@@ -520,14 +520,14 @@ def with_chosen_tokens(batch: TrainBatch, config: PPOActorConfig, *, reduce: Red
     """
     if not loss_facts(config.policy_loss).chooses_tokens:
         return batch
-    own = cast("ClipCovOptions | KlCovOptions", config.policy_loss)
+    loss_options = cast("ClipCovOptions | KlCovOptions", config.policy_loss)
     logprobs = batch.rollout_logprobs if batch.prox_logprobs is None else batch.prox_logprobs
     covariances = token_covariances(required(batch.advantages, "advantages"), logprobs, batch.trained, reduce=reduce)
     draws = token_draws(batch.input_ids, batch.rollout_logprobs, batch.cu_seqlens, batch.sequence_index)
-    if isinstance(own, KlCovOptions):
-        chosen = highest_covariances(covariances, draws, batch.trained, ratio=own.ratio, reduce=reduce)
+    if isinstance(loss_options, KlCovOptions):
+        chosen = highest_covariances(covariances, draws, batch.trained, ratio=loss_options.ratio, reduce=reduce)
     else:
-        box = own
+        box = loss_options
         chosen = drawn_between(
             covariances, draws, batch.trained, low=box.low, high=box.high, ratio=box.ratio, reduce=reduce
         )

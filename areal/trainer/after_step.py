@@ -39,8 +39,8 @@ from areal.trainer.recover import ActorState, RecoverPoint, RecoverStore
 def chosen_alarms(config: BaseExperimentConfig) -> list[ChosenAlarm]:
     """The rules on metrics of train steps that apply to this kind of run."""
     compares_groups = isinstance(config, PPOConfig) and config.gconfig.n_samples > 1 and config.critic is None
-    chosen = [one for one in config.alarms.chosen() if one.rule.per == "step"]
-    return [one for one in chosen if compares_groups or one.rule.name != "uniform_groups"]
+    chosen = [alarm for alarm in config.alarms.chosen() if alarm.rule.per == "step"]
+    return [alarm for alarm in chosen if compares_groups or alarm.rule.name != "uniform_groups"]
 
 
 class RunAlarms:
@@ -102,7 +102,7 @@ class HubUploads:
 
     def waiting(self) -> set[Path]:
         """Exports whose upload has not ended. They must not be removed."""
-        self._unfinished = {folder: one for folder, one in self._unfinished.items() if not one.done()}
+        self._unfinished = {folder: future for folder, future in self._unfinished.items() if not future.done()}
         return set(self._unfinished)
 
     def close(self) -> None:
@@ -230,7 +230,7 @@ class Saver:
         """The scores of the exports by step; those of later steps were written before a recovery."""
         if not self._config.keep_best:
             return {}
-        scores = {one: value for one, value in self._scores().items() if one < step}
+        scores = {scored: value for scored, value in self._scores().items() if scored < step}
         if self._config.keep_best in metrics:
             scores[step] = metrics[self._config.keep_best]
         elif not is_coming:
@@ -246,7 +246,7 @@ class Saver:
         for role in self._engines:
             # Exports of later steps were written before a recovery; they do not count.
             made = {int(path.name[5:]): path for path in (self._folder / role).glob("step-*")}
-            for old in removable([one for one in made if one <= step], scores, self._config):
+            for old in removable([exported for exported in made if exported <= step], scores, self._config):
                 if made[old] not in uploading and old != evaluating:  # the next save removes it
                     remove_folder(made[old])
 
@@ -448,10 +448,10 @@ class AfterStep:
         if self._evaluating is not None and background is not None and due & {"evaluate", "evaluated"}:
             before, self._evaluating = self._evaluating, None
             with phase("wait_evaluation"):
-                found = background.result(before)
-            if found is not None:
-                self._saver.scored(before, found)
-                results.append(found)
+                evaluation = background.result(before)
+            if evaluation is not None:
+                self._saver.scored(before, evaluation)
+                results.append(evaluation)
             else:
                 is_due, background = True, None
         if is_due and not info.is_last and background is not None and self._begin(steps_done):

@@ -115,9 +115,9 @@ class Trial:
         job = agent_job(**self.config.workflow_args)
         if job is None:
             return None
-        own = [load_function(ref) for ref in (job.agent, job.environment) if ref is not None]
+        programs = [load_function(ref) for ref in (job.agent, job.environment) if ref is not None]
         tools = [tool_schema(load_function(ref)) for ref in job.tools]
-        if own or job.command:
+        if programs or job.command:
             return None
         row = {"messages": first_messages(self.row)}
         thinks = self.config.agent.enable_thinking
@@ -161,23 +161,24 @@ def _require_models(config: PPOConfig) -> None:
             read_vision_layout(model.path, downloads=True)  # later steps read it from the cache
 
 
-def _check_context(config: PPOConfig, found: FirstRow) -> None:
-    if not found.num_tokens:
+def _check_context(config: PPOConfig, first_row: FirstRow) -> None:
+    if not first_row.num_tokens:
         return
     backend = backend_named(config.server_backend)
-    own = config.native.context_length if config.server_backend == "native" else None
-    limit = own or context_length(backend.model(config))
+    configured = config.native.context_length if config.server_backend == "native" else None
+    limit = configured or context_length(backend.model(config))
     if limit is None:
         return
     gconfig = config.gconfig
-    longest = min(found.num_tokens + gconfig.max_new_tokens, gconfig.max_tokens)
+    longest = min(first_row.num_tokens + gconfig.max_new_tokens, gconfig.max_tokens)
     if longest > limit:
-        text = f"row 0 has {found.num_tokens} prompt tokens, with an answer up to {longest}, and the context is {limit}"
-        advice = f"set gconfig.max_tokens={limit}" if found.num_tokens < limit else "shorten the prompts"
-        found.problems.append(ConfigProblem("gconfig", f"{text}: {advice}", "request.too_long"))
+        size = f"row 0 has {first_row.num_tokens} prompt tokens, with an answer up to {longest}"
+        text = f"{size}, and the context is {limit}"
+        advice = f"set gconfig.max_tokens={limit}" if first_row.num_tokens < limit else "shorten the prompts"
+        first_row.problems.append(ConfigProblem("gconfig", f"{text}: {advice}", "request.too_long"))
 
 
-def _try_rewards(trial: Trial, prompt: EncodedPrompt, found: FirstRow) -> None:
+def _try_rewards(trial: Trial, prompt: EncodedPrompt, first_row: FirstRow) -> None:
     """Call each reward function of the row once. One that only raises may be unable to read the dummy answer."""
     answer_ids = trial.tokenizer.encode(DUMMY_ANSWER, add_special_tokens=False)
     table = reward_table(trial.config.reward_fn, trial.config.reward)
@@ -186,7 +187,7 @@ def _try_rewards(trial: Trial, prompt: EncodedPrompt, found: FirstRow) -> None:
     for term in table.of(trial.row):
         loaded, problem = _loaded(term.function)
         if loaded is None:
-            found.problems.append(ConfigProblem(str(term.function), problem, "reward.cannot_load"))
+            first_row.problems.append(ConfigProblem(str(term.function), problem, "reward.cannot_load"))
             continue
         columns = loaded.keywords(row)
         if any(term.function == entry.target for entry in entries("rewards").values()):
@@ -196,22 +197,22 @@ def _try_rewards(trial: Trial, prompt: EncodedPrompt, found: FirstRow) -> None:
             value = loaded.function(prompt.text, DUMMY_ANSWER, prompt.token_ids, answer_ids, **columns)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - one call of a user's function
             text = f"the reward function {term.function} raised {_described(error)} for row 0"
-            found.warnings.append(f"{text} and the answer {DUMMY_ANSWER!r}")
+            first_row.warnings.append(f"{text} and the answer {DUMMY_ANSWER!r}")
             continue
         seconds += time.perf_counter() - began_s
         result = parsed_result(value)
         if result["status"] != "ok":
-            found.problems.append(ConfigProblem(str(term.function), result["message"], "reward.not_a_number"))
-    if seconds and not found.reward_time:
+            first_row.problems.append(ConfigProblem(str(term.function), result["message"], "reward.not_a_number"))
+    if seconds and not first_row.reward_time:
         config = trial.config
         num_calls, num_workers = config.train_dataset.batch_size * config.gconfig.n_samples, pool_size(config.reward)
-        found.reward_time = (
+        first_row.reward_time = (
             f"the reward functions took {seconds:.3f} s for row 0: {num_calls * seconds / num_workers:,.1f} s for the "
             f"{num_calls} answers of a train step on {num_workers} workers (reward.workers)"
         )
 
 
-def _look_for_reward(config: PPOConfig, found: FirstRow) -> None:
+def _look_for_reward(config: PPOConfig, first_row: FirstRow) -> None:
     """Warn of an agent in Python that neither returns a value nor reports one, where no function scores."""
     job = agent_job(**config.workflow_args)
     if job is None or job.agent is None:
@@ -224,13 +225,13 @@ def _look_for_reward(config: PPOConfig, found: FirstRow) -> None:
         file = Path(inspect.getsourcefile(function) or "").read_text()
         if not returns and not re.search(r"\.reward\(|/reward", file):
             text = f"{job.agent} returns nothing, and no reward function is set, so that no episode has a reward"
-            found.warnings.append(f"{text}: {MISSING_REWARDS['no_reward']}")
+            first_row.warnings.append(f"{text}: {MISSING_REWARDS['no_reward']}")
 
 
-def _try_held_out(trial: Trial, found: FirstRow, *, has_rewards: bool) -> None:
+def _try_held_out(trial: Trial, first_row: FirstRow, *, has_rewards: bool) -> None:
     """Check row 0 of each held-out set with the workflow of evaluations: its columns may differ."""
     config, valid = trial.config, trial.config.valid_dataset
-    if valid is None or found.problems:
+    if valid is None or first_row.problems:
         return
     settings = replace(config.eval_gconfig or config.gconfig, n_samples=1)
     sets = {"valid_dataset": valid.path} | {
@@ -243,9 +244,9 @@ def _try_held_out(trial: Trial, found: FirstRow, *, has_rewards: bool) -> None:
         try:
             held_out.workflow.check_rows(rows)
             if has_rewards:
-                _try_rewards(held_out, held_out.prompt() or EncodedPrompt("", []), found)
+                _try_rewards(held_out, held_out.prompt() or EncodedPrompt("", []), first_row)
         except ArealError as error:
-            found.problems.append(ConfigProblem(f"{key}, row 0", str(error), error.code))
+            first_row.problems.append(ConfigProblem(f"{key}, row 0", str(error), error.code))
 
 
 def _loaded(function: FunctionRef) -> tuple[LoadedReward | None, str]:
@@ -259,9 +260,9 @@ def _described(error: BaseException) -> str:
     """One line: type, text, and the line of code."""
     text = str(error) if isinstance(error, ArealError) else f"{type(error).__name__}: {error}"
     places = traceback.extract_tb(error.__traceback__)
-    own = [place for place in places if "importlib" not in place.filename]
-    is_known = isinstance(error, ArealError | SyntaxError) or not own
-    return text if is_known else f"{text} ({own[-1].filename}:{own[-1].lineno})"
+    user_frames = [place for place in places if "importlib" not in place.filename]
+    is_known = isinstance(error, ArealError | SyntaxError) or not user_frames
+    return text if is_known else f"{text} ({user_frames[-1].filename}:{user_frames[-1].lineno})"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -270,10 +271,10 @@ def main(argv: Sequence[str]) -> None:
     try:
         config = load_experiment(list(argv), allow_unknown_top_level=True)
         assert isinstance(config, PPOConfig)
-        found = try_first_row(config)
+        first_row = try_first_row(config)
     except ArealError as error:
-        found = FirstRow(problems=[ConfigProblem("row 0", str(error), error.code)])
-    facts = asdict(found) | {"problems": [problem._asdict() for problem in found.problems]}
+        first_row = FirstRow(problems=[ConfigProblem("row 0", str(error), error.code)])
+    facts = asdict(first_row) | {"problems": [problem._asdict() for problem in first_row.problems]}
     with os.fdopen(answer, "wb") as out:
         out.write(orjson.dumps(facts))
 

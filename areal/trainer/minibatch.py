@@ -185,15 +185,15 @@ def train_on_minibatches(
             denominators: list[float] = engine.all_reduce(rule.local_denominators(mini)).tolist()
             if denominators[0] == 0:
                 continue
-            found = merge_metrics(
+            merged = merge_metrics(
                 names, engine.forward_backward(mini, rule.loss_fn(denominators), denominator=denominators[0])
             )
             if num_steps == 0:
                 before_step()
-            metrics = merge_metrics(metrics, found, engine.optimizer_step())
-            of_epoch = merge_metrics(of_epoch, found)
+            metrics = merge_metrics(metrics, merged, engine.optimizer_step())
+            of_epoch = merge_metrics(of_epoch, merged)
             num_steps += 1
-            stopped = target_kl is not None and global_mean(engine, found["approx_kl"]) > target_kl
+            stopped = target_kl is not None and global_mean(engine, merged["approx_kl"]) > target_kl
             if stopped:
                 break
         if passes.num_epochs > 1:

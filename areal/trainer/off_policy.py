@@ -79,18 +79,18 @@ def with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce
     view = session_view(batch)
     if view is None:
         return _with_correction(batch, config, reduce=reduce)
-    found, metrics = _with_correction(view.batch, config, reduce=reduce)
+    corrected, metrics = _with_correction(view.batch, config, reduce=reduce)
 
     def scattered(column: Tensor | None) -> Tensor | None:
         return None if column is None else view.scattered(column, batch.num_tokens)
 
     added = replace(
         batch,
-        policy_mask=scattered(found.policy_mask),
-        ratio_mask=scattered(found.ratio_mask),
-        prox_logprobs=None if found.prox_logprobs is None else batch.prox_logprobs,
+        policy_mask=scattered(corrected.policy_mask),
+        ratio_mask=scattered(corrected.ratio_mask),
+        prox_logprobs=None if corrected.prox_logprobs is None else batch.prox_logprobs,
     )
-    if (weights := scattered(found.columns.get(BEHAVIOUR_WEIGHTS))) is not None:
+    if (weights := scattered(corrected.columns.get(BEHAVIOUR_WEIGHTS))) is not None:
         added = added.with_column(BEHAVIOUR_WEIGHTS, weights)
     return added, metrics
 
@@ -102,18 +102,18 @@ def _with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduc
     options = correction_of(config)
     if options is None:
         return batch, prefixed("batch", metrics)
-    found = correct(old, rollout, spans, options, m2_threshold=config.m2_threshold, reduce=reduce)
-    metrics |= to_metrics(found.stats)
+    correction = correct(old, rollout, spans, options, m2_threshold=config.m2_threshold, reduce=reduce)
+    metrics |= to_metrics(correction.stats)
     if options.mode != "off":
-        weight = found.stats["correction/weight"]
+        weight = correction.stats["correction/weight"]
         metrics["correction/ess"] = effective_sample_size(weight.values, weight.mask, reduce=reduce)
     metrics = prefixed("batch", metrics)
     if not config.is_around_prox:  # only measured: the KL in the reward keeps the servers' log-probabilities
         return replace(batch, prox_logprobs=None), metrics
-    batch = batch.with_column(BEHAVIOUR_WEIGHTS, found.weights)
+    batch = batch.with_column(BEHAVIOUR_WEIGHTS, correction.weights)
     if options.renormalize:
-        return replace(batch, policy_mask=found.kept, ratio_mask=None if drops(options) else spans.mask), metrics
-    return replace(batch, ratio_mask=found.kept if drops(options) else None), metrics
+        return replace(batch, policy_mask=correction.kept, ratio_mask=None if drops(options) else spans.mask), metrics
+    return replace(batch, ratio_mask=correction.kept if drops(options) else None), metrics
 
 
 def behaviour_weights(batch: TrainBatch, config: PPOActorConfig) -> Tensor | None:

@@ -460,16 +460,16 @@ class Evaluator:
 
     def result(self, steps_done: int) -> dict[str, float] | None:
         """The metrics of that evaluation, on every rank; blocks until it has ended. None: it has no result."""
-        found = self._client.background_evaluation(steps_done, waits=True)
-        if found.state == "ready":
-            return self._values(steps_done, found.results)
+        evaluation = self._client.background_evaluation(steps_done, waits=True)
+        if evaluation.state == "ready":
+            return self._values(steps_done, evaluation.results)
         text = "the server that kept version %d for its evaluation is lost: the newest version is evaluated instead"
         get_logger("trainer").warning(text, steps_done)
         return None
 
     def _values(self, steps_done: int, results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-        found = [(f"eval/{mode}/{name}", value) for mode, result in results.items() for name, value in result.items()]
-        values = {"eval/version": float(steps_done), **dict(found)}
+        pairs = [(f"eval/{mode}/{name}", value) for mode, result in results.items() for name, value in result.items()]
+        values = {"eval/version": float(steps_done), **dict(pairs)}
         shown = "; ".join(f"{name[5:]} {result_text(values, name)}" for name in evaluations_of(values))
         if self._config.n_samples == 1 and "sampled" in self._config.modes:
             shown += "; one answer a row: evaluator.n_samples above 1 lowers the error"

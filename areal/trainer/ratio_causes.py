@@ -103,8 +103,8 @@ class RatioCauses:
             is_scored[place] = True
             heat = torch.full((len(scores.logprobs),), self._gconfig.temperature)
             if temperatures is not None:
-                given = temperatures[place].float().cpu()
-                heat = torch.where(given.isnan(), heat, given)
+                recorded = temperatures[place].float().cpu()
+                heat = torch.where(recorded.isnan(), heat, recorded)
             # log p(y) at temperature h is log p(y) at 1, divided by h, minus the scale.
             scales = torch.where(heat == 1, 0.0, scored[place] / heat - trainer[place])
             top_p = self._gconfig.top_p

@@ -124,12 +124,12 @@ class Agreement:
         """The number of ranks where `flag` is set. A barrier too."""
         return self._sum(int(flag))
 
-    def number(self, own: int) -> int:
+    def number(self, value: int) -> int:
         """Rank 0's number, below 2**53. A barrier too."""
-        return self._sum(own if self.ranks.rank == 0 else 0)
+        return self._sum(value if self.ranks.rank == 0 else 0)
 
-    def _sum(self, own: int) -> int:
-        return int(self.ranks.all_reduce(torch.tensor([float(own)], dtype=torch.float64)).item())
+    def _sum(self, value: int) -> int:
+        return int(self.ranks.all_reduce(torch.tensor([float(value)], dtype=torch.float64)).item())
 
 
 def write_checkpoint(folder: Path, staged: StagedCheckpoint, ranks: Ranks) -> Path:

@@ -109,12 +109,12 @@ class SourceReport:
 
     @property
     def faults(self) -> list[str]:
-        found = {
+        conditions = {
             "no_reference": self.without_reference, "right_below": self.right_below, "differs": self.differs,
             "changed_by_json": self.changed_by_json, "raises": self.raises, "slow": self.seconds > SLOW_S,
             "wrong_as_right": any(self._is_fault(kind, count) for kind, count in self.wrong_as_right.items()),
         }  # fmt: skip
-        return [name for name, is_fault in found.items() if is_fault]
+        return [name for name, is_fault in conditions.items() if is_fault]
 
     @property
     def notices(self) -> list[str]:
@@ -163,10 +163,10 @@ def reference_of(row: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _same(one: str, other: str) -> bool:
-    one, other = ("".join(text.split()).casefold() for text in (one, other))
+def _same(first: str, other: str) -> bool:
+    first, other = ("".join(text.split()).casefold() for text in (first, other))
     try:
-        return one == other or math.isclose(float(one), float(other))
+        return first == other or math.isclose(float(first), float(other))
     except ValueError:
         return False
 
@@ -243,7 +243,7 @@ def _is_kept(value: Any, again: Any) -> bool:
         return (
             isinstance(again, dict)
             and value.keys() == again.keys()
-            and all(_is_kept(one, again[key]) for key, one in value.items())
+            and all(_is_kept(item, again[key]) for key, item in value.items())
         )
     if isinstance(value, list | tuple):
         return type(value) is type(again) and all(map(_is_kept, value, again))
@@ -261,8 +261,8 @@ class EnvironmentScores:
     def source(self, row: Mapping[str, Any]) -> str:
         return str(row.get("env") or self._env)
 
-    async def _call(self, name: str, **given: Any) -> Any:
-        return await self._workflow.worker.call(name, given, limit_s=self._workflow.timeout_s)
+    async def _call(self, name: str, **arguments: Any) -> Any:
+        return await self._workflow.worker.call(name, arguments, limit_s=self._workflow.timeout_s)
 
     async def question(self, row: dict[str, Any]) -> str:
         return await self._call("question", row=row)
@@ -308,7 +308,7 @@ async def check_source(scores: Scores, name: str, rows: Sequence[dict[str, Any]]
                 raise
             report.raises += 1
             report.note("raises", f"the question of {row}: {error}")
-    report.without_reference = sum(one.reference is None for one in asked)
+    report.without_reference = sum(asked_row.reference is None for asked_row in asked)
     report.form = await _best_form(scores, asked)
     check = _SourceCheck(scores, report, asked, is_quick)
     limit = asyncio.Semaphore(scores.parallel)
@@ -343,8 +343,8 @@ class _Asked(NamedTuple):
 async def _best_form(scores: Scores, asked: Sequence[_Asked]) -> str:
     """The first of FORMS in which the references of some rows score highest; without one, in which `yes` does."""
     sums = dict.fromkeys(FORMS, 0.0)
-    texts = [(one.row, one.reference) for one in asked if one.reference is not None] or [
-        (one.row, "yes") for one in asked
+    texts = [(asked_row.row, asked_row.reference) for asked_row in asked if asked_row.reference is not None] or [
+        (asked_row.row, "yes") for asked_row in asked
     ]
     for row, text in texts[:_FORM_ROWS]:
         calls = await scores.score(row, [form.format(text) for form in FORMS.values()])
@@ -396,9 +396,9 @@ class _SourceCheck:
         ]
         plain = _WRONG | {"prompt": question}
         plain = {kind: text for kind, text in plain.items() if reference is None or not _same(text, reference)}
-        found = list(plain.items())
-        found += [(kind, self._form(text)) for kind, text in plain.items() if self._form(text) != text]
-        return [*found, *(("other", self._form(other)) for other in others[:2])]
+        candidates = list(plain.items())
+        candidates += [(kind, self._form(text)) for kind, text in plain.items() if self._form(text) != text]
+        return [*candidates, *(("other", self._form(other)) for other in others[:2])]
 
     def _count_calls(self, texts: Sequence[str], calls: Sequence[Call]) -> None:
         report = self._report
@@ -433,18 +433,18 @@ class _SourceCheck:
                 report.note("changed_below", f"{text[:100]!r} scores {call.value:g}, not {least:g}")
 
     async def _changes_by_json(self, row: dict[str, Any], texts: Sequence[str], before: Sequence[Call]) -> bool:
-        found = await self._scores.after_json(row, texts)
-        calls = [one for one in found if isinstance(one, Call)]
-        names = [one for one in found if isinstance(one, str)]
+        results = await self._scores.after_json(row, texts)
+        calls = [result for result in results if isinstance(result, Call)]
+        names = [result for result in results if isinstance(result, str)]
         if names:
             self._report.note("changed_by_json", f"the columns {', '.join(names)}")
         return bool(names) or self._differ("changed_by_json", texts[: len(calls)], before[: len(calls)], calls)
 
     def _differ(self, fault: str, texts: Sequence[str], before: Sequence[Call], after: Sequence[Call]) -> bool:
-        for text, one, other in zip(texts, before, after, strict=True):
-            if (one.value, bool(one.problem)) != (other.value, bool(other.problem)):
-                found = other.problem or f"{other.value:g}"
-                self._report.note(fault, f"{text[:60]!r} scores {one.value:g}, then {found}")
+        for text, first, other in zip(texts, before, after, strict=True):
+            if (first.value, bool(first.problem)) != (other.value, bool(other.problem)):
+                seen = other.problem or f"{other.value:g}"
+                self._report.note(fault, f"{text[:60]!r} scores {first.value:g}, then {seen}")
                 return True
         return False
 
@@ -482,12 +482,12 @@ class RewardCheck:
         else:
             message = "no reward function is named, so there is nothing to check: set reward_fn or reward.fns"
             raise ConfigError(message, code="reward.none_given")
-        found: dict[str, list[dict[str, Any]]] = {}
+        rows_by_source: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
-            found.setdefault(scores.source(row), []).append(row)
+            rows_by_source.setdefault(scores.source(row), []).append(row)
         chosen = {
-            name: [one[at * len(one) // num_rows] for at in range(num_rows)] if len(one) > num_rows else one
-            for name, one in found.items()
+            name: [group[at * len(group) // num_rows] for at in range(num_rows)] if len(group) > num_rows else group
+            for name, group in rows_by_source.items()
         }
         return cls(workflow=workflow, scores=scores, rows=chosen)
 
@@ -509,10 +509,15 @@ _QUICK_ROWS, _QUICK_FIRST = 20, 500
 
 def notice_of(reports: Sequence[SourceReport]) -> str:
     """One line on what a quick check has found; empty = nothing."""
-    found = [(report, fault) for report in reports for fault in report.faults if fault not in ("no_reference", "slow")]
-    if not found:
+    shown_faults = [
+        (report, fault) for report in reports for fault in report.faults if fault not in ("no_reference", "slow")
+    ]
+    if not shown_faults:
         return ""
-    shown = [f"{report.source or 'rows'}: {FAULTS[fault]}: {report.examples.get(fault, '')}" for report, fault in found]
+    shown = [
+        f"{report.source or 'rows'}: {FAULTS[fault]}: {report.examples.get(fault, '')}"
+        for report, fault in shown_faults
+    ]
     more = f"; and {len(shown) - 3} more" if len(shown) > 3 else ""
     return f"the reward may pay for the wrong answers ({'; '.join(shown[:3])}{more}): see areal check-reward"
 

@@ -113,7 +113,7 @@ class Critic:
     def _metrics(losses: Tensor, values: Tensor, returns: Tensor, clipped: Tensor, mask: Tensor) -> Metrics:
         errors = (values.detach() - returns).square()
         stats = {"loss": losses, "value": values, "squared_error": errors, "clip_ratio": clipped}
-        return to_metrics({name: TokenStat(found, mask) for name, found in stats.items()})
+        return to_metrics({name: TokenStat(values, mask) for name, values in stats.items()})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class Reference:
 
 
 def _require_same_model(engine: TrainEngine, policy: TrainEngine) -> None:
-    shapes = [{spec.name: spec.shape for spec in one.weight_specs()} for one in (engine, policy)]
+    shapes = [{spec.name: spec.shape for spec in trained.weight_specs()} for trained in (engine, policy)]
     if shapes[0] != shapes[1]:
         message = "ref_reset_steps copies the policy into the reference, but ref.path names a model of another shape"
         raise ConfigError(message, code="model.weights_do_not_fit")

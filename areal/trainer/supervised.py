@@ -202,15 +202,15 @@ class DPOTask(PairTask):
         """Rewards are implicit: beta (log pi - log ref)."""
         options, logprobs = self._options, required(outputs.logprobs, "logprobs")
         means, _ = sequence_means(logprobs, batch.loss_mask, batch.sequence_index, batch.num_sequences)
-        own = self._reduced(logprobs, batch)
-        ref = torch.zeros_like(own) if batch.ref_logprobs is None else self._reduced(batch.ref_logprobs, batch)
-        chosen, rejected, chosen_mean = own[pairs.chosen], own[pairs.rejected], means[pairs.chosen]
+        loss = self._reduced(logprobs, batch)
+        ref = torch.zeros_like(loss) if batch.ref_logprobs is None else self._reduced(batch.ref_logprobs, batch)
+        chosen, rejected, chosen_mean = loss[pairs.chosen], loss[pairs.rejected], means[pairs.chosen]
         log_ratios = preference_log_ratios(chosen, rejected, ref[pairs.chosen], ref[pairs.rejected])
         if options.loss_type == "ipo":
             losses = ipo_losses(log_ratios, beta=options.beta)
         else:
             losses = dpo_losses(log_ratios, beta=options.beta, label_smoothing=options.label_smoothing)
-        rewards = options.beta * (own - ref)
+        rewards = options.beta * (loss - ref)
         good, bad = rewards[pairs.chosen], rewards[pairs.rejected]
         return {
             "loss": losses - options.nll_coef * chosen_mean if options.nll_coef else losses,

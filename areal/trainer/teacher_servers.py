@@ -81,7 +81,7 @@ class TeacherServers:
             async with asyncio.timeout(self._timeout_s), self._room:
                 pause_s = _FIRST_PAUSE_S
                 while True:
-                    server = min(self._servers, key=lambda one: (one is failed, one.num_running))
+                    server = min(self._servers, key=lambda server: (server is failed, server.num_running))
                     try:
                         return await self._asked(server, token_ids, first, limit_s=self._timeout_s / _ATTEMPTS)
                     except ServerUnavailable as error:
@@ -182,24 +182,29 @@ class TaughtWorkflow(RolloutWorkflow):
             if not all(mask[first:]):
                 text = "a teacher with its own tokenizer_path scores one answer to a prompt, and this row has several"
                 raise InputError(f"{text}: use a teacher with the policy's tokens", code="teacher.several_answers")
-            own = list(trajectory.rollout_logprobs[first:])
-            scores = TokenScores(await self._aligned(teacher, teacher.tokenizer, ids[first:], own, row), [])
+            logprobs = list(trajectory.rollout_logprobs[first:])
+            scores = TokenScores(await self._aligned(teacher, teacher.tokenizer, ids[first:], logprobs, row), [])
         columns = _columns(trajectory, first, scores, self._config.top_k)
         return replace(trajectory, columns={**trajectory.columns, **columns})
 
     async def _aligned(
-        self, teacher: TeacherServers, other: Tokenizer, answer: Sequence[int], own: list[float], row: dict[str, Any]
+        self,
+        teacher: TeacherServers,
+        other: Tokenizer,
+        answer: Sequence[int],
+        student_logprobs: list[float],
+        row: dict[str, Any],
     ) -> list[float]:
         """The scores of an answer from a teacher with other tokens.
 
         The teacher gets the prompt of the row in its own chat template and the text of the answer in its own tokens. A
         last token without text ends the answer: it is the end token of the teacher. Tokens of an answer without any
-        text keep the policy's log-probabilities `own`, so they have no gradient.
+        text keep `student_logprobs`, so they have no gradient.
         """
         ended = not self._tokenizer.decode([answer[-1]], skip_special_tokens=True) and other.eos_token_id is not None
         mine = pieces_of(self._tokenizer, answer[:-1] if ended else answer)
         other_ids = other.encode(mine.text, add_special_tokens=False)
-        spans, kept = common_spans(mine, pieces_of(other, other_ids)), own[: len(answer) - ended]
+        spans, kept = common_spans(mine, pieces_of(other, other_ids)), student_logprobs[: len(answer) - ended]
         prompt = list(encode_prompt(row, other).token_ids)
         ids = [*prompt, *other_ids, *([other.eos_token_id] if ended else [])]
         logprobs = (await teacher.scores(ids, len(prompt))).logprobs
