@@ -26,8 +26,8 @@ def audit_command(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="areal audit", description="Check that nothing was lost or trained on twice.")
     parser.add_argument("run", metavar="RUN", type=existing_run, help="folder of a run, or of a service")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    given = parser.parse_args(words)
-    folder = Path(given.run) / FOLDER
+    args = parser.parse_args(words)
+    folder = Path(args.run) / FOLDER
     if not (folder / "journal").is_dir():
         return ledger_command.audit_command(words)
     try:
@@ -35,7 +35,7 @@ def audit_command(words: Sequence[str]) -> int:
     except LedgerError as error:
         sys.stderr.write(f"areal: error: {error} [{error.code}]\n")
         return 2
-    if given.json:
+    if args.json:
         sys.stdout.write(json.dumps(counts | {"violations": violations}, indent=1) + "\n")
     else:
         line = ", ".join(f"{name} {value}" for name, value in counts.items())
@@ -81,7 +81,7 @@ def _audited(folder: Path) -> tuple[dict[str, int], list[str]]:
             if operation.is_done and number >= model.num_done:
                 violations.append(f"request {number} of {model.id} was computed before request {model.num_done}")
         if model.snapshot is not None:
-            later = sum(one.is_step for seq, one in model.operations.items() if seq > model.snapshot)
+            later = sum(operation.is_step for seq, operation in model.operations.items() if seq > model.snapshot)
             state = snapshot_folder(folder, model.id, model.snapshot)
             if text := wrong_state(state, model.num_steps - later):
                 violations.append(f"{model.id}: the snapshot after request {model.snapshot} {text}")
@@ -99,8 +99,8 @@ def wrong_state(folder: Path, num_steps: int) -> str:
     """What is wrong with a state in which the optimiser has made `num_steps` steps; empty = nothing."""
     if not is_complete(folder):
         return "is not complete"
-    found = json.loads((folder / "state.json").read_bytes())["num_steps"]
-    return "" if num_steps == found else f"has {found} optimiser steps, but the journal {num_steps}"
+    recorded = json.loads((folder / "state.json").read_bytes())["num_steps"]
+    return "" if num_steps == recorded else f"has {recorded} optimiser steps, but the journal {num_steps}"
 
 
 def wrong_weights(tenants: Tenants, folder: Path) -> Iterator[str]:

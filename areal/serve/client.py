@@ -56,8 +56,8 @@ def _asynchronous(method: Callable[Given, Result]) -> Callable[Given, Coroutine[
     """The asynchronous form of a method, which runs in a thread."""
 
     @functools.wraps(method)
-    async def run(*given: Given.args, **named: Given.kwargs) -> Result:
-        return await asyncio.wrap_future(in_daemon_thread(lambda: method(*given, **named), method.__name__))
+    async def run(*positional: Given.args, **named: Given.kwargs) -> Result:
+        return await asyncio.wrap_future(in_daemon_thread(lambda: method(*positional, **named), method.__name__))
 
     return run
 
@@ -196,12 +196,12 @@ class Policy:
         """
         if isinstance(loss, str):
             return self._computed(LossRequest(data=data, loss_fn=loss, config=config))
-        found = self.forward(data)
-        leaves = [torch.from_numpy(one.copy()).requires_grad_() for one in found.logprobs]
+        outputs = self.forward(data)
+        leaves = [torch.from_numpy(logprobs.copy()).requires_grad_() for logprobs in outputs.logprobs]
         total = loss(leaves, data)
         gradients = torch.autograd.grad(total, leaves, allow_unused=True)
         self._computed(_cross_entropy(data, gradients))
-        return LossResult(loss=float(total.detach()), logprobs=found.logprobs)
+        return LossResult(loss=float(total.detach()), logprobs=outputs.logprobs)
 
     def forward(self, data: Sequence[Datum]) -> LossResult:
         """Log-probabilities of the target tokens, without gradients; the loss is 0."""
@@ -262,8 +262,8 @@ class Policy:
         """
         params = SamplingParams(
             max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, sampling_seed=seed,
-            stop=tuple(one for one in stop or () if isinstance(one, str)),
-            stop_token_ids=frozenset(one for one in stop or () if isinstance(one, int)),
+            stop=tuple(entry for entry in stop or () if isinstance(entry, str)),
+            stop_token_ids=frozenset(entry for entry in stop or () if isinstance(entry, int)),
             only_stops=stop is not None, raw_logprobs=True,
         )  # fmt: skip
         return self._client._wait(self._sampled([list(prompt) for prompt in prompts], num_samples, params, seed))
@@ -285,11 +285,11 @@ class Policy:
             ]
             asked.append(Prompt(input_ids=prompt, samples=samples, group_id=f"{id(asked)}-{number}"))
         sequences = await route.computed(settings, asked)
-        found = [
-            SampledAnswer(token_ids=one.answer_ids, logprobs=one.logprobs, is_cut=_is_cut(one.finish))
-            for one in sequences
+        answers = [
+            SampledAnswer(token_ids=sequence.answer_ids, logprobs=sequence.logprobs, is_cut=_is_cut(sequence.finish))
+            for sequence in sequences
         ]
-        return [found[start : start + num_samples] for start in range(0, len(found), num_samples)]
+        return [answers[start : start + num_samples] for start in range(0, len(answers), num_samples)]
 
     async def _published(self) -> str:
         """The name of the adapter with the weights as they are now, loaded in the engine."""
@@ -318,8 +318,8 @@ def _cross_entropy(
 ) -> LossRequest:
     """The request whose loss has these gradients; None = 0."""
     weighted = list[Datum]()
-    for one, gradient in zip(data, gradients, strict=True):
-        targets = one.inputs[TARGETS]
+    for datum, gradient in zip(data, gradients, strict=True):
+        targets = datum.inputs[TARGETS]
         weights = np.zeros(targets.shape, np.float32) if gradient is None else -gradient.numpy().astype(np.float32)
-        weighted.append(Datum(tokens=one.tokens, inputs={TARGETS: targets, "weights": weights}))
+        weighted.append(Datum(tokens=datum.tokens, inputs={TARGETS: targets, "weights": weights}))
     return LossRequest(data=weighted, loss_fn="cross_entropy", forward_only=forward_only)

@@ -31,41 +31,41 @@ _KEY_START = "tml-"  # The SDK refuses keys that begin otherwise.
 def run_serve(words: Sequence[str]) -> int:
     """`areal serve`: starts gateway, trainer ranks and servers, and runs until Ctrl-C. Returns the exit status."""
     parser = _parser()
-    given = parser.parse_intermixed_args(words)
-    lora = None if given.full else LoraLimits(max_rank=given.max_rank, adapters=given.adapters)
-    config = serving_config(given.files, given.overrides, model=given.model, lora=lora)
+    args = parser.parse_intermixed_args(words)
+    lora = None if args.full else LoraLimits(max_rank=args.max_rank, adapters=args.adapters)
+    config = serving_config(args.files, args.overrides, model=args.model, lora=lora)
     length = config.native.context_length or context_length(config.actor.path)
-    if length is None or (given.full and not Path(config.actor.path).is_dir()):
+    if length is None or (args.full and not Path(config.actor.path).is_dir()):
         why = "with --full servers load checkpoints" if length else "there is no config.json with a context length"
-        raise ConfigError(f"--model {given.model}: {why}: name a checkpoint folder", code="model.not_found")
+        raise ConfigError(f"--model {args.model}: {why}: name a checkpoint folder", code="model.not_found")
     folder = RunPaths.of(config).root / FOLDER
     served = ServedModel(
-        name=given.name or given.model,
+        name=args.name or args.model,
         tokenizer=config.tokenizer_path or str(Path(config.actor.path).absolute()),
         context_length=length,
-        max_rank=given.max_rank,
-        max_resident=1 if given.full else given.adapters,
-        is_full=given.full,
+        max_rank=args.max_rank,
+        max_resident=1 if args.full else args.adapters,
+        is_full=args.full,
     )
     line = StatusLine()
-    if not given.dry_run:
+    if not args.dry_run:
         _check_same_kind(folder / program.SETTINGS, served)
         folder.mkdir(parents=True, exist_ok=True)
-        keys = keys_of(folder / program.KEYS, given.users.split(","))
-        settings = {"served": asdict(served), "port": given.port}
+        keys = keys_of(folder / program.KEYS, args.users.split(","))
+        settings = {"served": asdict(served), "port": args.port}
         write_atomic(folder / program.SETTINGS, json.dumps(settings, indent=1).encode())
-        if given.json:
-            facts = {"address": f"http://{LOOPBACK}:{given.port}", "model": served.name, "keys": keys}
+        if args.json:
+            facts = {"address": f"http://{LOOPBACK}:{args.port}", "model": served.name, "keys": keys}
             sys.stdout.write(json.dumps(facts) + "\n")
             sys.stdout.flush()
-        line.say(f"areal: serves {served.name} at http://{LOOPBACK}:{given.port}; clients set")
-        line.say(f"  TINKER_BASE_URL=http://{LOOPBACK}:{given.port}")
+        line.say(f"areal: serves {served.name} at http://{LOOPBACK}:{args.port}; clients set")
+        line.say(f"  TINKER_BASE_URL=http://{LOOPBACK}:{args.port}")
         for user, key in keys.items():
             line.say(f"  TINKER_API_KEY={key}" + (f"   (user {user})" if len(keys) > 1 else ""))
     script = str(Path(program.__file__))
-    as_json = given.json and given.dry_run
-    request = Launch(config=config, extras={}, script=script, dry_run=given.dry_run, is_service=True, as_json=as_json)
-    return launch(request, LocalCluster(this_machine(), preloads=not given.dry_run))
+    as_json = args.json and args.dry_run
+    request = Launch(config=config, extras={}, script=script, dry_run=args.dry_run, is_service=True, as_json=as_json)
+    return launch(request, LocalCluster(this_machine(), preloads=not args.dry_run))
 
 
 def _check_same_kind(settings: Path, served: ServedModel) -> None:

@@ -85,9 +85,9 @@ class Keys:
     def __init__(self, keys: Mapping[str, str]) -> None:
         self._keys = {name: key.encode() for name, key in keys.items()}
 
-    def owner(self, given: str) -> str:
+    def owner(self, sent: str) -> str:
         """The name of the user of a key; empty = not known."""
-        data = given.encode("utf-8", "surrogateescape")
+        data = sent.encode("utf-8", "surrogateescape")
         return next((name for name, key in self._keys.items() if hmac.compare_digest(key, data)), "")
 
     def signature(self, user: str, text: str) -> str:
@@ -104,7 +104,7 @@ class Gateway:
         self._service, self._sampling, self._keys, self._hold_s = service, sampling, keys, hold_s
         self._tenants = service.tenants
         service.is_sampled = sampling.uses
-        self._lost = {name: (one.first, one.limit) for name, one in self._tenants.numbers.items()}
+        self._lost = {name: (used.first, used.limit) for name, used in self._tenants.numbers.items()}
         """Queue -> the samples that an earlier gateway may not have answered."""
         open_sessions = [name for name in self._tenants.sessions if name not in self._tenants.ended]
         self._heard = dict.fromkeys(open_sessions, time.monotonic())  # Session -> when something was heard of it.
@@ -149,8 +149,8 @@ class Gateway:
 
     async def create_session(self, request: web.Request) -> web.Response:
         """A repeated request, known by its idempotency key, gets the same session."""
-        given = f"{request['key']}/{request.headers.get('X-Idempotency-Key') or uuid.uuid4().hex}"
-        session = uuid.uuid5(uuid.NAMESPACE_URL, given).hex
+        name = f"{request['key']}/{request.headers.get('X-Idempotency-Key') or uuid.uuid4().hex}"
+        session = uuid.uuid5(uuid.NAMESPACE_URL, name).hex
         if session not in self._tenants.sessions:
             await self._service.record_once(session, {"event": "session", "id": session, "key": request["key"]})
         if session not in self._tenants.ended:
@@ -176,7 +176,7 @@ class Gateway:
 
     async def _end(self, session: str) -> None:
         self._heard.pop(session, None)
-        for sampler in [one.id for one in self._tenants.samplers.values() if one.session == session]:
+        for sampler in [known.id for known in self._tenants.samplers.values() if known.session == session]:
             self._sampling.forget(sampler)
         await self._service.record({"event": "ended", "id": session})
 
@@ -188,7 +188,7 @@ class Gateway:
     async def get_session(self, request: web.Request) -> web.Response:
         session = self._tenants.session(request.match_info["session"], request["key"])
         models = [model.id for model in self._tenants.models.values() if model.session == session]
-        samplers = [one.id for one in self._tenants.samplers.values() if one.session == session]
+        samplers = [sampler.id for sampler in self._tenants.samplers.values() if sampler.session == session]
         return _json({"training_run_ids": models, "sampler_ids": samplers})
 
     # Training.
@@ -229,8 +229,8 @@ class Gateway:
         if body.model_seq_id is None:
             return await self._training_request(request, "load", lambda *_: self._to_load(body, key))
         model = f"{self._tenants.session(body.session_id, key)}:train:{body.model_seq_id}"
-        found = self._tenants.models.get(model)
-        if found is not None and found.operations:
+        known = self._tenants.models.get(model)
+        if known is not None and known.operations:
             return _json({"request_id": f"{model}:0", "model_id": model})
         arguments = self._to_load(body, key)
         await self._new_model(key, body.session_id, body.model_seq_id, arguments["settings"], body.user_metadata)
@@ -452,20 +452,20 @@ class Gateway:
         return _json({name: items[offset : offset + limit], "cursor": cursor})
 
     async def list_runs(self, request: web.Request) -> web.Response:
-        return self._page(request, "training_runs", [self._run(one) for one in self._tenants.models_of(request["key"])])
+        return self._page(request, "training_runs", [self._run(run) for run in self._tenants.models_of(request["key"])])
 
     async def get_run(self, request: web.Request) -> web.Response:
         return _json(self._run(self._tenants.model(request.match_info["model"], request["key"])))
 
     async def list_of_run(self, request: web.Request) -> web.Response:
         model = self._tenants.model(request.match_info["model"], request["key"])
-        found = [self._checkpoint(saved) for saved in self._tenants.saved.values() if saved.model == model.id]
-        return _json({"checkpoints": found})
+        checkpoints = [self._checkpoint(saved) for saved in self._tenants.saved.values() if saved.model == model.id]
+        return _json({"checkpoints": checkpoints})
 
     async def list_checkpoints(self, request: web.Request) -> web.Response:
         every = self._tenants.saved.values()
-        found = [self._checkpoint(saved) for saved in every if self._tenants.owner(saved) == request["key"]]
-        return self._page(request, "checkpoints", found)
+        checkpoints = [self._checkpoint(saved) for saved in every if self._tenants.owner(saved) == request["key"]]
+        return self._page(request, "checkpoints", checkpoints)
 
     async def weights_info(self, request: web.Request) -> web.Response:
         path = wire.parsed(wire.PathBody, await read_body(request)).tinker_path
@@ -526,11 +526,11 @@ class Gateway:
 
     async def next_command(self, request: web.Request) -> web.Response:
         asked = wire.parsed(wire.CommandBody, await read_body(request))
-        found = await self._service.command(asked.run_id, asked.epoch, asked.number)
-        if found is None:
+        command = await self._service.command(asked.run_id, asked.epoch, asked.number)
+        if command is None:
             return web.Response(status=204)
-        head = orjson.dumps(found[0])
-        return web.Response(body=len(head).to_bytes(4) + head + found[1], content_type="application/octet-stream")
+        head = orjson.dumps(command[0])
+        return web.Response(body=len(head).to_bytes(4) + head + command[1], content_type="application/octet-stream")
 
     async def finish_command(self, request: web.Request) -> web.Response:
         body = await read_body(request)

@@ -120,14 +120,14 @@ class Journal:
                 await asyncio.to_thread(self._write, group)
             except BaseException as error:
                 failure = not_writable(self._folder, error) if isinstance(error, OSError) else error
-                for one in group:
-                    if not one.done.done():
-                        one.done.set_exception(failure)
+                for record in group:
+                    if not record.done.done():
+                        record.done.set_exception(failure)
                 raise failure from error
-            for one in group:
-                self._state.apply(one.event)
-                if not one.done.done():
-                    one.done.set_result(None)
+            for record in group:
+                self._state.apply(record.event)
+                if not record.done.done():
+                    record.done.set_result(None)
             self._num_events += len(group)
             if self._num_events >= self._cut_at:
                 events = self._state.shortened()
@@ -137,13 +137,13 @@ class Journal:
 
     def _write(self, group: Sequence[_Pending]) -> None:
         """The bodies, then the events that name them."""
-        bodies = [one for one in group if one.body is not None]
-        for one in bodies:
-            assert one.body is not None
-            one.event["body"] = self._append_body(one.body, zlib.crc32(one.body))
+        bodies = [record for record in group if record.body is not None]
+        for record in bodies:
+            assert record.body is not None
+            record.event["body"] = self._append_body(record.body, zlib.crc32(record.body))
         if bodies:
             self._payload.sync()
-        data, self._end = encode_group(self._end, 0.0, [one.event for one in group])
+        data, self._end = encode_group(self._end, 0.0, [record.event for record in group])
         self._events.write(data)
         self._events.sync()
 
@@ -211,16 +211,16 @@ def undisturbed(folder: Path, read: Callable[[], Result]) -> Result:
     for _ in range(_TRIES):
         numbers = event_numbers(folder)
         with contextlib.suppress(LedgerError, OSError):
-            found = read()
+            value = read()
             if event_numbers(folder) == numbers:
-                return found
+                return value
     return read()
 
 
 def opened_journal(folder: Path) -> tuple[LedgerReader, Iterator[Event]]:
     """A reader that begins with the newest cut, and its events. LedgerError, also later, when they are damaged."""
     newest = reversed(event_numbers(folder))
-    reader = LedgerReader(folder, first=next((one for one in newest if _begins_with_cut(folder, one)), 0))
+    reader = LedgerReader(folder, first=next((number for number in newest if _begins_with_cut(folder, number)), 0))
     first = min(reader.numbers, default=0)
     for number in reader.segments:
         if number > first and number not in reader.numbers:

@@ -101,11 +101,11 @@ def checked_loss(request: LossRequest) -> None:
         targets = datum.inputs.get(TARGETS)
         if targets is None or targets.ndim not in (1, 2) or len(targets) != len(datum.tokens) or not targets.size:
             raise invalid(f"datum {number} needs one target_tokens for each of its {len(datum.tokens)} tokens")
-        for given in (*loss.needed, *(one for one in _PER_TOKEN if one in datum.inputs)):
-            if given not in datum.inputs:
-                raise invalid(f"datum {number} lacks {given}")
-            if (shape := datum.inputs[given].shape) != targets.shape:
-                raise invalid(f"datum {number}: {given} has shape {list(shape)}, not {list(targets.shape)}")
+        for key in (*loss.needed, *(name for name in _PER_TOKEN if name in datum.inputs)):
+            if key not in datum.inputs:
+                raise invalid(f"datum {number} lacks {key}")
+            if (shape := datum.inputs[key].shape) != targets.shape:
+                raise invalid(f"datum {number}: {key} has shape {list(shape)}, not {list(targets.shape)}")
         if unknown := datum.inputs.keys() - {TARGETS, *loss.needed, *_PER_TOKEN, "mask", "weights"}:
             raise invalid(f"datum {number}: {name} has no input {min(unknown)}")
 
@@ -125,8 +125,8 @@ def to_batch(data: Sequence[Datum], names: Sequence[str], width: int) -> TrainBa
     def column(name: str, kind: type[np.generic]) -> Tensor:
         rows = np.zeros((total, width), kind)
         for datum, start in zip(data, bounds, strict=False):
-            found = datum.inputs[name].reshape(len(datum.tokens), -1)
-            rows[start : start + len(found), : found.shape[1]] = found
+            values = datum.inputs[name].reshape(len(datum.tokens), -1)
+            rows[start : start + len(values), : values.shape[1]] = values
         return torch.from_numpy(rows)
 
     ids = [np.append(datum.tokens, 0) for datum in data]
@@ -146,8 +146,8 @@ def to_batch(data: Sequence[Datum], names: Sequence[str], width: int) -> TrainBa
     )
 
 
-def _width(one: Datum) -> int:
-    shape = one.inputs[TARGETS].shape
+def _width(datum: Datum) -> int:
+    shape = datum.inputs[TARGETS].shape
     return 1 if len(shape) == 1 else shape[1]
 
 
@@ -207,5 +207,5 @@ class ComputedLoss:
 
 def input_names(request: LossRequest) -> list[str]:
     """The inputs of the loss that the request has, without the target tokens."""
-    given = [name for name in _PER_TOKEN if all(name in datum.inputs for datum in request.data)]
-    return [*_LOSSES[request.loss_fn].needed, *given]
+    optional = [name for name in _PER_TOKEN if all(name in datum.inputs for datum in request.data)]
+    return [*_LOSSES[request.loss_fn].needed, *optional]

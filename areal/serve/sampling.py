@@ -95,10 +95,10 @@ class WeightPool(ABC):
     def _advance(self) -> None:
         """Load what has room, and choose what leaves for the others."""
         present = {turn.folder for turn in self._begun}  # the same weights cannot be loaded twice
-        for turn in [one for one in self._queued if one.folder not in present][: self._limit - len(self._begun)]:
+        for turn in [turn for turn in self._queued if turn.folder not in present][: self._limit - len(self._begun)]:
             self._queued.remove(turn)
             self._begun[turn] = asyncio.create_task(self._serve(turn), name=f"weights {turn.folder}")
-        staying = sorted((turn for turn in self._begun if not turn.is_leaving), key=lambda one: one.num_users > 0)
+        staying = sorted((turn for turn in self._begun if not turn.is_leaving), key=lambda turn: turn.num_users > 0)
         for turn in staying[: max(len(self._queued) - len(self._begun) + len(staying), 0)]:
             turn.is_leaving = True
         for turn in self._begun:

@@ -99,7 +99,7 @@ class Service:
     def describe(self) -> str:
         """What the service does, for the heartbeat."""
         models = self.tenants.models.values()
-        slots = f"{sum(one.is_resident for one in models)} of {self.served.max_resident} slots taken"
+        slots = f"{sum(model.is_resident for model in models)} of {self.served.max_resident} slots taken"
         if self._command is None:
             return f"serves {len(models)} models; {slots}"
         return f"{slots}; {self._command.kind} {self._command.seq} of {self._command.model}"
@@ -294,5 +294,5 @@ class Service:
     async def delete_expired(self) -> None:
         """Delete saved weights whose time is over."""
         now = time.time()
-        for saved in [one for one in self.tenants.saved.values() if not self.tenants.is_saved(one.path, now)]:
+        for saved in [saved for saved in self.tenants.saved.values() if not self.tenants.is_saved(saved.path, now)]:
             await self.delete(saved)

@@ -129,8 +129,10 @@ class Model:
 
     def check_room(self, seq: int) -> None:
         """RequestError unless a new request may wait: a client may leave out a number for ever."""
-        ahead = (self.operations.get(one) for one in range(self.num_done, self.num_done + MAX_AHEAD))
-        num_bytes = sum(one.body.size for one in ahead if one is not None and one.body is not None)
+        ahead = (self.operations.get(seq) for seq in range(self.num_done, self.num_done + MAX_AHEAD))
+        num_bytes = sum(
+            operation.body.size for operation in ahead if operation is not None and operation.body is not None
+        )
         if seq > self.num_done and (seq >= self.num_done + MAX_AHEAD or num_bytes > MAX_WAITING_BYTES):
             text = f"request {seq} of {self.id} has no room: its request {self.num_done} has no result"
             text += f", and {num_bytes} bytes of requests wait for that: send it again later"
@@ -139,18 +141,18 @@ class Model:
     def shorten(self, num_kept: int) -> None:
         """Forget requests whose effect is in the snapshot, except those without a reader and the newest ones."""
         through = -1 if self.snapshot is None else self.snapshot
-        for seq, one in [(seq, one) for seq, one in self.operations.items() if seq <= through]:
-            one.body = None
-            if seq < self.num_done - (num_kept if one.is_read else MAX_UNREAD):
-                self.forgotten.update(one.counts)
+        for seq, operation in [(seq, operation) for seq, operation in self.operations.items() if seq <= through]:
+            operation.body = None
+            if seq < self.num_done - (num_kept if operation.is_read else MAX_UNREAD):
+                self.forgotten.update(operation.counts)
                 del self.operations[seq]
 
     def counts(self) -> Counter[str]:
         """What the audit counts of its requests."""
-        found = self.forgotten.copy()
-        for one in self.operations.values():
-            found.update(one.counts)
-        return found
+        counter = self.forgotten.copy()
+        for operation in self.operations.values():
+            counter.update(operation.counts)
+        return counter
 
     def events(self) -> Iterator[Event]:
         """Events that make it."""
@@ -158,10 +160,11 @@ class Model:
         facts |= {"created_at": self.created_at, "user_metadata": self.user_metadata, "snapshot": self.snapshot}
         facts |= {"num_done": self.num_done, "failed_loss": self.failed_loss, "num_steps": self.num_steps}
         yield facts | {"forgotten": dict(self.forgotten)}
-        for seq, one in sorted(self.operations.items()):
-            facts = {"event": "request", "model": self.id, "seq": seq, "kind": one.kind, "digest": one.digest}
-            facts |= {"arguments": one.arguments, "is_ok": one.is_ok, "is_read": one.is_read}
-            yield facts | {"body": one.body, "result": one.result}
+        for seq, operation in sorted(self.operations.items()):
+            facts = {"event": "request", "model": self.id, "seq": seq, "kind": operation.kind}
+            facts |= {"digest": operation.digest, "arguments": operation.arguments}
+            facts |= {"is_ok": operation.is_ok, "is_read": operation.is_read}
+            yield facts | {"body": operation.body, "result": operation.result}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,15 +243,17 @@ class Tenants:
             case "sampler":
                 self.samplers[event["id"]] = Sampler(**facts)
             case "saved":
-                found = SavedWeights(**facts)
-                self.saved[found.path] = found
+                saved = SavedWeights(**facts)
+                self.saved[saved.path] = saved
             case "samples":
                 self.numbers[event["queue"]] = UsedNumbers(event["first"], event["limit"])
             case "ended":
                 self.ended.add(event["id"])
                 gone = {name for name, sampler in self.samplers.items() if sampler.session == event["id"]}
-                self.samplers = {name: one for name, one in self.samplers.items() if name not in gone}
-                self.numbers = {name: one for name, one in self.numbers.items() if name.rpartition(":")[0] not in gone}
+                self.samplers = {name: sampler for name, sampler in self.samplers.items() if name not in gone}
+                self.numbers = {
+                    name: used for name, used in self.numbers.items() if name.rpartition(":")[0] not in gone
+                }
             case "deleted":
                 self.saved.pop(event["path"], None)
             case kind:
@@ -257,7 +262,7 @@ class Tenants:
     def _finish(self, model: Model, event: Event) -> None:
         operation = model.operations[event["seq"]]
         operation.is_ok, operation.result = event["ok"], Place(*event["body"])
-        while (found := model.operations.get(model.num_done)) is not None and found.is_done:
+        while (first := model.operations.get(model.num_done)) is not None and first.is_done:
             model.num_done += 1
         if operation.kind == "loss" and not operation.is_ok and not is_forward(operation):
             model.failed_loss = operation.seq
@@ -278,15 +283,15 @@ class Tenants:
         for model in self.models.values():
             model.shorten(0 if model.session in self.ended else MAX_KEPT)
             events += model.events()
-        events += [{"event": "sampler", **asdict(one)} for one in self.samplers.values()]
-        events += [{"event": "saved", **asdict(one)} for one in self.saved.values()]
+        events += [{"event": "sampler", **asdict(sampler)} for sampler in self.samplers.values()]
+        events += [{"event": "saved", **asdict(saved)} for saved in self.saved.values()]
         for queue, numbers in self.numbers.items():
             events.append({"event": "samples", "queue": queue, **numbers._asdict()})
         return events
 
     def relocate(self, events: Sequence[Event]) -> None:
         """The bodies of these events of `shortened` have new places."""
-        for event in (one for one in events if one["event"] == "request"):
+        for event in (request for request in events if request["event"] == "request"):
             operation, places = self.models[event["model"]].operations[event["seq"]], _places(event)
             operation.body, operation.result = places["body"], places["result"]
 
@@ -300,29 +305,29 @@ class Tenants:
         return session
 
     def model(self, model: str, key: str) -> Model:
-        found = self.models.get(model)
-        if found is None or self.key_of(found.session) != key:
+        known = self.models.get(model)
+        if known is None or self.key_of(known.session) != key:
             raise NotFound(f"model {model} is not known")
-        return found
+        return known
 
     def sampler(self, sampler: str, key: str) -> Sampler:
-        found = self.samplers.get(sampler)
-        if found is None or self.key_of(found.session) != key:
+        known = self.samplers.get(sampler)
+        if known is None or self.key_of(known.session) != key:
             raise NotFound(f"sampling session {sampler} is not known")
-        return found
+        return known
 
     def is_saved(self, path: str, now: float) -> bool:
         """Whether there are weights under a path that have not expired."""
-        found = self.saved.get(path)
-        return found is not None and not (found.expires_at is not None and found.expires_at <= now)
+        saved = self.saved.get(path)
+        return saved is not None and not (saved.expires_at is not None and saved.expires_at <= now)
 
     def weights(self, path: str, key: str, now: float) -> SavedWeights:
         """Saved weights that `key` may read: its own, and public ones."""
-        found = self.saved.get(path)
-        owner = "" if found is None else self.owner(found)
-        if found is None or not self.is_saved(path, now) or not (owner == key or found.is_public):
+        saved = self.saved.get(path)
+        owner = "" if saved is None else self.owner(saved)
+        if saved is None or not self.is_saved(path, now) or not (owner == key or saved.is_public):
             raise NotFound(f"{path} is not known")
-        return found
+        return saved
 
     def owner(self, saved: SavedWeights) -> str:
         """The name of the key of saved weights."""
@@ -334,12 +339,12 @@ class Tenants:
     def operation(self, request_id: str, key: str) -> Operation:
         name, _, seq = request_id.rpartition(":")
         model = self.model(name, key)
-        found = model.operations.get(int(seq)) if seq.isdigit() else None
-        if found is None:
+        operation = model.operations.get(int(seq)) if seq.isdigit() else None
+        if operation is None:
             if seq.isdigit():
                 model.check_known(int(seq))
             raise NotFound(f"request {request_id} is not known")
-        return found
+        return operation
 
 
 def _places(event: Event) -> dict[str, Place | None]:
@@ -383,7 +388,7 @@ class Schedule:
         if not models:
             return None
         name, count = self._staying
-        model = min(models, key=lambda one: -1.0 if one.id == name and count < MAX_TURN else one.last_used)
+        model = min(models, key=lambda model: -1.0 if model.id == name and count < MAX_TURN else model.last_used)
         command = self._of_operation(model, model.operations[model.next_seq])
         if model.is_resident or command.kind in ("skip", "clear") or model.problem:
             return command
@@ -414,7 +419,7 @@ class Schedule:
         idle = [model for model in resident if not model.is_stuck]
         if len(resident) < self._max_resident or not idle:
             return None
-        model = min(idle, key=lambda one: one.last_used)
+        model = min(idle, key=lambda model: model.last_used)
         newest = model.next_seq - 1
         kind = "drop" if model.snapshot == newest else "snapshot"
         return Command(kind=kind, model=model.id, seq=newest)

@@ -312,7 +312,7 @@ def decode_loss_request(body: bytes) -> LossRequest:
             raise invalid(f"loss_fn_config: {entry.key}={entry.value.text!r} is not a number")
         config[entry.key] = entry.value.number
     return LossRequest(
-        data=[_datum(one, number) for number, one in enumerate(message.data)],
+        data=[_datum(datum, number) for number, datum in enumerate(message.data)],
         loss_fn=message.loss_fn,
         config=config,
         forward_only=message.forward_only,
@@ -373,8 +373,8 @@ def encode_loss_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, flo
     for trailing, group in _by_trailing_shape(logprobs):
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(group))
         tensor = record.fields.add(key="logprobs").value
-        sizes = [4 * one.size for one in group]
-        tensor.data = b"".join(one.astype("<f4").tobytes() for one in group)
+        sizes = [4 * values.size for values in group]
+        tensor.data = b"".join(values.astype("<f4").tobytes() for values in group)
         tensor.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype("<i8").tobytes()
         tensor.dtype = _FLOAT
         tensor.trailing_shape.extend(trailing)
@@ -386,10 +386,10 @@ def encode_loss_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, flo
 def _by_trailing_shape(logprobs: Sequence[np.ndarray]) -> list[tuple[tuple[int, ...], list[np.ndarray]]]:
     """Neighbours of one trailing shape, in the order of the datums."""
     groups: list[tuple[tuple[int, ...], list[np.ndarray]]] = []
-    for one in logprobs:
-        if not groups or groups[-1][0] != one.shape[1:]:
-            groups.append((one.shape[1:], []))
-        groups[-1][1].append(one)
+    for values in logprobs:
+        if not groups or groups[-1][0] != values.shape[1:]:
+            groups.append((values.shape[1:], []))
+        groups[-1][1].append(values)
     return groups
 
 

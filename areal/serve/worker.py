@@ -58,7 +58,7 @@ class Executor:
                 return self._loss(command)
             case "step":
                 metrics = slots.step(StepSettings(**arguments["settings"]))
-                return orjson.dumps({"metrics": {f"{name}:mean": found.value for name, found in metrics.items()}})
+                return orjson.dumps({"metrics": {f"{name}:mean": metric.value for name, metric in metrics.items()}})
             case "reset":
                 slots.clear()
             case "drop":
@@ -106,8 +106,8 @@ class Executor:
             if not command.arguments["forward_only"]:
                 self._slots.clear_gradients()
             raise invalid(f"the request cannot be read: {error}") from error
-        found = computed_loss(self._slots, request)
-        return encode_loss_output(found.logprobs, {"loss:sum": found.loss})
+        computed = computed_loss(self._slots, request)
+        return encode_loss_output(computed.logprobs, {"loss:sum": computed.loss})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,11 +129,11 @@ def computed_loss(slots: Slots, request: LossRequest) -> LossResult:
     try:
         loss = _share(request, engine.dp_rank, engine.dp_size)
         if request.forward_only:
-            own = loss.of_outputs(engine.forward(loss.batch))
+            local = loss.of_outputs(engine.forward(loss.batch))
         else:
             metrics = engine.forward_backward(loss.batch, loss, denominator=1.0)
-            own = metrics["loss:sum"].total if "loss:sum" in metrics else 0.0  # an empty share has none
-        total = engine.all_reduce(torch.tensor([own], dtype=torch.float64)).item()
+            local = metrics["loss:sum"].total if "loss:sum" in metrics else 0.0  # an empty share has none
+        total = engine.all_reduce(torch.tensor([local], dtype=torch.float64)).item()
         if not math.isfinite(total):
             raise RequestError(f"the loss is {total}", code="train.not_finite")
     except ArealError:
