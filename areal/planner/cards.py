@@ -12,12 +12,12 @@ from areal.planner.service import ServerTimes, ServiceTimes, TrainerTimes, most_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """From the data sheet of the maker, without sparsity."""
+    """Figures of the maker's data sheet, without sparsity."""
 
     tflops: float
-    """In bf16."""
+    """Peak in bf16."""
     bytes_per_s: float
-    """Of the memory."""
+    """Bandwidth of the memory."""
     memory_bytes: float
     near_bytes_per_s: float
     """Bandwidth of NVLink in one direction."""

@@ -86,14 +86,14 @@ def steps_for(config: PPOConfig) -> int:
 
 
 def simulated(setting: Setting, seeds: int) -> Figures:
-    """Of a part of the run, if it is large; `seeds` is 1 or `SEEDS`."""
+    """Figures of a part of the run, if it is large; `seeds` is 1 or `SEEDS`."""
     part = coarse(part_of(setting))
     outcomes = [simulate(replace(part, seed=part.seed + 17 * place)) for place in range(seeds)]
     return figures_of(outcomes, setting.config.rollout.max_head_offpolicyness)
 
 
 def figures_of(outcomes: Sequence[Outcome], staleness: int) -> Figures:
-    """Of simulations that differ in their seeds. `staleness`: the maximum that admission allows for."""
+    """Figures of simulations that differ in their seeds. `staleness`: the maximum that admission allows for."""
     steady = [_steady(outcome, staleness + SETTLING_STEPS) for outcome in outcomes]
     return Figures(**{name: Interval.of([figures[name] for figures in steady]) for name in steady[0]})
 
@@ -122,7 +122,7 @@ def _steady(outcome: Outcome, settling: int) -> dict[str, float]:
 
 
 def figure_lines(figures: Figures, *, devices: int, steps: int | None, note: str) -> list[str]:
-    """For people. `note` is added to each figure."""
+    """The figures as text. `note` is added to each figure."""
     waits = f"{figures.waits_batch.percent} of the time for batches, {figures.waits_servers.percent} for servers"
     lost = f"{figures.dropped} episodes of a step are dropped; {figures.recomputed} tokens computed again per token"
     rows = {

@@ -187,7 +187,7 @@ def read_episodes(paths: RunPaths) -> tuple[list[Episode], dict[str, float], flo
 
 
 def _with_lengths(episode: Episode, payloads: PayloadReader, event: Mapping[str, Any]) -> Episode:
-    """With the tokens of its trajectories, unless it was not accepted or the payload is gone."""
+    """The episode with the tokens of its trajectories, unless it was not accepted or the payload is gone."""
     if event["event"] != "accepted":
         return episode
     try:
@@ -317,7 +317,7 @@ class Load:
         grown = np.cumsum(growth) * passed_s
         contexts = np.cumsum(jumps) + np.cumsum(grown) - grown / 2
         self._passed_s, self._loads = passed_s, np.array([np.ones_like(grown), np.cumsum(sequences), contexts])
-        """Of each interval between two changes: seconds, and one, sequences and contexts in its middle."""
+        """For each interval between two changes: seconds, and one, sequences and contexts in its middle."""
 
     def mean(self, start_s: float, end_s: float, cost: Sequence[float]) -> list[float]:
         """One, mean sequences and mean tokens of their contexts over decode steps, which take `cost` seconds for each

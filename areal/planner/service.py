@@ -12,14 +12,14 @@ from areal.api.config.experiment import LengthRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTimes:
-    """Of one server. A decode step of b sequences with C tokens of context together takes
+    """Service times of one server. A decode step of b sequences with C tokens of context together takes
     `step_s + b * sequence_s + C * context_s` seconds, and computes one token of each sequence."""
 
     step_s: float
     sequence_s: float
     context_s: float = 0.0
     prefill_s: float = 0.0
-    """For each prompt token that it computes; the decode steps wait meanwhile."""
+    """Seconds for each prompt token that it computes; the decode steps wait meanwhile."""
     queued_s: float = 0.0
     """From the arrival of a request to the step that begins with it, when there is room."""
     max_running: float = math.inf
@@ -29,9 +29,9 @@ class ServerTimes:
     multiplicity: float = 1.0
     """Sequences that each of its sequences stands for."""
     prepare_s: float = 0.0
-    """To receive new weights, while it generates."""
+    """Seconds to receive new weights, while it generates."""
     install_s: float = 0.0
-    """To exchange the weights, while it does not generate."""
+    """Seconds to exchange the weights, while it does not generate."""
     has_second_copy: bool = True
     """It generates while it receives weights."""
     cores: float = 1.0
@@ -64,17 +64,17 @@ class ServerTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerTimes:
-    """Of all ranks together, which work at the same time."""
+    """Service times of all ranks together, which work at the same time."""
 
     before_s: float = 0.0
     before_token_s: float = 0.0
-    """From the arrival of a batch to its update: log-probabilities, advantages; for each token of the batch."""
+    """Seconds for each token of a batch from its arrival to its update: log-probabilities, advantages."""
     update_s: float = 0.0
     update_token_s: float = 0.0
     publish_s: float = 0.0
     """The part of a publication for which the trainer does nothing else."""
     after_s: float = 0.0
-    """From the report of a step to the request for the next batch: exports, checkpoints, trackers."""
+    """Seconds from the report of a step to the request for the next batch: exports, checkpoints, trackers."""
     cores: float = 1.0
     """CPU cores that each data-parallel rank uses while it computes."""
     spread: tuple[float, ...] = (1.0,)
@@ -103,7 +103,7 @@ class ServiceTimes:
     source: str = "assumed"
     """Where the figures come from, for people."""
     is_extrapolated: bool = False
-    """From a specification, not from a measurement."""
+    """Whether they are from a specification, not from a measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,19 +113,19 @@ class Workload:
     prompt: int
     """Tokens."""
     answers: int
-    """Of each episode (gconfig.n_samples)."""
+    """Answers of each episode (gconfig.n_samples)."""
     rule: LengthRule | None = None
-    """Of the answers, where no lengths were recorded."""
+    """Lengths of the answers, where none were recorded."""
     recorded: tuple[tuple[int, ...], ...] = ()
     """Lengths of the answers of recorded episodes."""
     turns: int = 1
-    """Of each answer."""
+    """Turns of each answer."""
     rejected: tuple[tuple[str, float], ...] = ()
     """Share of the episodes that are rejected, by reason."""
     max_tokens: int = 2**31
 
     def episode(self, seed: int, number: int) -> tuple[Sequence[Sequence[int]], str]:
-        """Of each answer, the generated tokens of its turns; and why the episode is rejected, empty = it is not.
+        """The generated tokens of the turns of each answer; and why the episode is rejected, empty = it is not.
 
         A recorded episode with another group size gives its lengths as often as needed.
         """

@@ -83,7 +83,7 @@ class StepFigures:
     wait_batch_s: float
     wait_servers_s: float
     tokens: float
-    """Of the batch, prompts included."""
+    """Tokens of the batch, prompts included."""
     staleness: float
     """Mean over the generated tokens."""
     by_staleness: Counter[int]
@@ -116,7 +116,7 @@ class RecordingLog(EventLog):
         self._outcome, self._keeps = outcome, keeps
         self._size = 0
         self.by_version: dict[int, Sequence[tuple[int, int, int]]] = {}
-        """Of accepted episodes that no batch has."""
+        """Accepted episodes that no batch has."""
 
     def start(self, on_failure: Callable[[LedgerError], None]) -> None: ...
 
@@ -148,7 +148,7 @@ class SimulatedWorkflow(RolloutWorkflow):
         self._prompt = packed_ids([number % VOCABULARY for number in range(size)])
         self._settings = GenerationHyperparameters(max_new_tokens=1, max_tokens=2**30, ignore_eos=True)
         self.num_prompt_tokens = 0
-        """Of all requests."""
+        """Prompt tokens of all requests."""
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
         setting, number = self._setting, EPISODE_ID.get() or 0

@@ -300,7 +300,7 @@ class BackgroundEvaluation(NamedTuple):
     state: Literal["running", "ready", "missed"]
     """missed: there will be no result, because no server could keep the version, or the one that kept it is lost."""
     results: Mapping[str, Mapping[str, float]]
-    """By mode; empty until it is ready."""
+    """Keys are modes; empty until it is ready."""
 
 
 class Evaluations:

@@ -42,7 +42,7 @@ class SharePart:
     indices: list[int]
     """Positions in the batch, ascending."""
     columns: tuple[StoredColumn, ...] = ()
-    """Of any episode of the whole batch."""
+    """Those of any episode of the whole batch."""
 
 
 def share_parts(heads: Sequence[PayloadHead], dp_size: int) -> list[SharePart]:

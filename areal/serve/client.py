@@ -273,7 +273,7 @@ class Policy:
     async def _sampled(
         self, prompts: list[list[int]], num_samples: int, params: SamplingParams, seed: int | None
     ) -> list[list[SampledAnswer]]:
-        """In the client's loop."""
+        """Runs in the client's loop."""
         adapter, route = await self._published(), self._client._route
         settings = GenerateSettings(sampling_params=params, lora_path=adapter)
         asked: list[Prompt] = []

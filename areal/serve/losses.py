@@ -157,10 +157,10 @@ class ComputedLoss:
 
     request: LossRequest
     numbers: range
-    """Of the data in the share."""
+    """Numbers of the data in the share."""
     batch: TrainBatch
     logprobs: Tensor
-    """Of the target tokens of the share, [T, K], once it is computed."""
+    """Those of the target tokens of the share, [T, K], once they are computed."""
 
     @classmethod
     def of(cls, request: LossRequest, rank: int, num_ranks: int) -> "ComputedLoss":

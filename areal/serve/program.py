@@ -30,7 +30,7 @@ _CLEAN_S = 60.0
 _VERSIONS = 2**31 - 1
 """Versions of an earlier gateway are lower, and count as abandoned, so that servers load its checkpoints again."""
 SETTINGS, KEYS = "settings.json", "keys.json"
-"""In the folder of the service: the options of `areal serve`, and the API keys of its users."""
+"""Files in the folder of the service: the options of `areal serve`, and the API keys of its users."""
 
 
 async def serve_clients(config: PPOConfig, context: ProcessContext, served: ServedModel, port: int) -> signal.Signals:

@@ -160,7 +160,7 @@ class WholeWeights(WeightPool):
         self._targets: list[Path] = []
         """What servers have or may load: the last checkpoint that was loaded, and attempts since."""
         self._version = 0
-        """Of the last attempt. Two checkpoints never have the same one."""
+        """The version of the last attempt. Two checkpoints never have the same one."""
 
     async def _load(self, folder: Path) -> str:
         if self._version == self._fleet.version == 0:
@@ -193,7 +193,7 @@ class Sampling:
         """The owner sets it when the fleet has started. Requests wait for it."""
         self._tasks: dict[str, asyncio.Task[bytes]] = {}  # Samples by their ids.
         self._named: Counter[Path] = Counter()  # Folders of weights -> the samples without a result that use them.
-        self._queues: dict[str, CompletionQueue] = {}  # By the sampling session with its clone.
+        self._queues: dict[str, CompletionQueue] = {}  # Keys are sampling sessions with their clone.
 
     def start(self, request_id: str, body: SampleBody, folder: Path | None) -> None:
         """Begin a sample. `folder`: of the weights; None = the base model. A wrong request fails as its result."""

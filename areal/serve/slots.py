@@ -44,7 +44,7 @@ class _Slots(ABC):
         self.engine.optimizer.num_steps = 0
 
     def clear_gradients(self) -> None:
-        """Of the active tenant."""
+        """Clear those of the active tenant."""
         self.engine.discard_gradients()
 
     def save(self, folder: Path, *, with_gradients: bool = False) -> None:

@@ -53,7 +53,7 @@ class Operation:
     kind: Kind
     arguments: Mapping[str, Any]
     digest: str
-    """Of the content: a repeated request has the same one."""
+    """Checksum of the content: a repeated request has the same one."""
     body: Place | None = None
     result: Place | None = None
     is_ok: bool = True
@@ -177,7 +177,7 @@ class SavedWeights:
     at: float
     settings: Mapping[str, Any]
     seq: int
-    """Of the request that saved them."""
+    """Number of the request that saved them."""
     num_steps: int
     """Optimiser steps in their state."""
     expires_at: float | None = None
@@ -196,9 +196,9 @@ class Sampler:
     id: str
     session: str
     path: str
-    """Of the weights; empty = the base model."""
+    """Path of the weights; empty = the base model."""
     seq: int | None = None
-    """Of the request that saved them: those of the path may be newer; None = always the newest."""
+    """Number of the request that saved them: those of the path may be newer; None = always the newest."""
 
 
 class UsedNumbers(NamedTuple):
@@ -217,11 +217,11 @@ class Tenants:
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
         self.saved: dict[str, SavedWeights] = {}
-        """By path."""
+        """Keys are paths."""
         self.ended = set[str]()
         """Sessions that have ended."""
         self.numbers: dict[str, UsedNumbers] = {}
-        """By the queue of a client's samples."""
+        """Keys are the queues of a client's samples."""
 
     def apply(self, event: Event) -> None:
         """Change the state by an event of the journal."""

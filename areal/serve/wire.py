@@ -239,7 +239,7 @@ bytes are the same."""
 _FLOAT, _INT64, _INT32, _BFLOAT16 = 1, 2, 3, 4
 _NUMPY = {_FLOAT: "<f4", _INT64: "<i8", _INT32: "<i4"}
 _STOP, _LENGTH = 0, 1
-_MAX_CELLS = 2**24  # Of a sparse tensor, whose size its bytes do not limit.
+_MAX_CELLS = 2**24  # The largest sparse tensor, whose size its bytes do not limit.
 
 
 @cache

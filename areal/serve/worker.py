@@ -117,7 +117,7 @@ class LossResult:
     loss: float
     """The sum over all positions of all data."""
     logprobs: list[np.ndarray] = field(repr=False)
-    """Of the target tokens of each datum, float32."""
+    """Those of the target tokens of each datum, float32."""
 
 
 def computed_loss(slots: Slots, request: LossRequest) -> LossResult:

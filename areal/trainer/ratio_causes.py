@@ -79,7 +79,7 @@ class RatioCauses:
     def _by_server(
         self, rows: TrainBatch, mask: Tensor, trainer: Tensor, version: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each position: log-probability at temperature 1, mass of the tokens that top-k and top-p leave, and
+        """For each position: log-probability at temperature 1, mass of the tokens that top-k and top-p leave, and
         whether a server gave them. `trainer` [T]: log-probabilities at the temperature of the token."""
         scored, mass = torch.zeros_like(mask, dtype=torch.float32), torch.ones(len(mask), dtype=torch.float64)
         is_scored = torch.zeros_like(mask)

@@ -95,9 +95,11 @@ class SourceReport:
     form: str = ""  # One of FORMS.
     without_reference: int = 0
     right_below: int = 0
-    changed_below: dict[str, int] = field(default_factory=dict[str, int])  # By kind of change, of `changed`.
+    changed_below: dict[str, int] = field(default_factory=dict[str, int])  # How many of `changed`, by kind of change.
     changed: dict[str, int] = field(default_factory=dict[str, int])
-    wrong_as_right: dict[str, int] = field(default_factory=dict[str, int])  # By kind of wrong answer, of `wrong`.
+    wrong_as_right: dict[str, int] = field(
+        default_factory=dict[str, int]
+    )  # How many of `wrong`, by kind of wrong answer.
     wrong: dict[str, int] = field(default_factory=dict[str, int])
     differs: int = 0  # The same call gave two scores.
     changed_by_json: int = 0
@@ -105,7 +107,7 @@ class SourceReport:
     calls: int = 0
     seconds: float = 0.0  # Mean of a call.
     longest_s: float = 0.0
-    examples: dict[str, str] = field(default_factory=dict[str, str])  # By fault.
+    examples: dict[str, str] = field(default_factory=dict[str, str])  # One for each fault.
 
     @property
     def faults(self) -> list[str]:
@@ -455,7 +457,7 @@ class RewardCheck:
 
     workflow: RolloutWorkflow
     scores: Scores
-    rows: Mapping[str, Sequence[dict[str, Any]]]  # By source.
+    rows: Mapping[str, Sequence[dict[str, Any]]]  # Keys are sources.
 
     @classmethod
     def of(cls, config: PPOConfig, *, num_rows: int, first: int | None = None) -> Self:
