@@ -71,7 +71,7 @@ class TeacherServers:
         self._room = asyncio.Semaphore(_CALLS_PER_SERVER * len(self._servers))
 
     async def scores(self, token_ids: Sequence[int], first: int) -> TokenScores:
-        """Scores of the tokens from `first` on. ServerUnavailable when no server answers in time or an answer has another
+        """Scores of the tokens from `first` on. ServerUnavailable if no server answers in time or an answer has another
         form, RequestError if refused."""
         if first == len(token_ids):
             return TokenScores([], [])
