@@ -33,7 +33,7 @@ async def ended_by_stops(
     held: list[PartChunk] = []
     async for chunk in chunks:
         held.append(chunk)
-        if chunk.finish_reason is not None or sum(len(one.token_ids) for one in held) >= reach:
+        if chunk.finish_reason is not None or sum(len(text.token_ids) for text in held) >= reach:
             break
     new = joined("i", (chunk.token_ids for chunk in held))
     before, reach = request.input_ids[-num_before:], min(reach, len(new))

@@ -290,10 +290,10 @@ class Answer:
             (self._token_ids[start:], self._logprobs[start:]) if start else (self._token_ids, self._logprobs)
         )
         if len(ids) > _SHORT:  # NaN compares false; a negative id is a large number
-            found, numbers = np.frombuffer(ids, "u4"), np.frombuffer(logprobs, "f4")
-            are_ids = np.maximum.reduce(found) < self._vocab_size
+            token_numbers, numbers = np.frombuffer(ids, "u4"), np.frombuffer(logprobs, "f4")
+            are_ids = np.maximum.reduce(token_numbers) < self._vocab_size
             are_logprobs = np.maximum.reduce(numbers) <= MAX_LOGPROB and np.minimum.reduce(numbers) > -np.inf
-            del found, numbers  # an array with a view cannot be cut
+            del token_numbers, numbers  # an array with a view cannot be cut
         else:
             are_ids = not ids or (min(ids) >= 0 and max(ids) < self._vocab_size)
             are_logprobs = not logprobs or (max(logprobs) <= MAX_LOGPROB and sum(logprobs) > -math.inf)

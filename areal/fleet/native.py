@@ -50,8 +50,8 @@ class NativeReplica(HttpReplica):
             async for data in answers:
                 answer: Any = self._client.parsed(data, list if is_group else dict)
                 pairs = answer if is_group and is_streamed else enumerate(answer if is_group else [answer])
-                for number, one in pairs:
-                    yield number, self._chunk(one, requests[0].adapter)
+                for number, event in pairs:
+                    yield number, self._chunk(event, requests[0].adapter)
 
     def _chunk(self, answer: dict[str, Any], adapter: str) -> PartChunk | ArealError:
         try:

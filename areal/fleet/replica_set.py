@@ -622,11 +622,11 @@ class ReplicaSet:
     async def _read_registry(self) -> None:
         """Add a slot for each new server, and drop the slots of servers that are no longer registered."""
         listed = await asyncio.to_thread(self._registry.list, "servers")
-        found = {int(match[1]): value for name, value in listed.items() if (match := _REGISTERED.fullmatch(name))}
-        for slot in [slot for slot in self.slots if slot.index not in found]:
+        registered = {int(match[1]): value for name, value in listed.items() if (match := _REGISTERED.fullmatch(name))}
+        for slot in [slot for slot in self.slots if slot.index not in registered]:
             await self._drop(slot, "its name is no longer registered")
         known = {slot.index: slot for slot in self.slots}
-        for index, registration in found.items():
+        for index, registration in registered.items():
             slot = known.get(index)
             if slot is None:
                 slot = Slot(index)

@@ -255,10 +255,10 @@ class Router(Generic[CandidateT]):
         if block is None:
             return None
         if self.prefixes.max_holders(block) > FEW_HOLDERS:
-            ascending = (one for one in self.serving.ascending() if self.prefixes.knows(one.name, block))
+            ascending = (replica for replica in self.serving.ascending() if self.prefixes.knows(replica.name, block))
             return _first(ascending, avoid)
         able = [self.serving.get(name) for name in self.prefixes.holders(block) if is_able(name)]
-        return min((one for one in able if one is not None), key=lambda one: one.num_running)
+        return min((replica for replica in able if replica is not None), key=lambda replica: replica.num_running)
 
 
 def _first(candidates: Iterator[CandidateT], avoid: str) -> CandidateT:

@@ -97,17 +97,17 @@ def _is_ignored(rules: FlagRules, key: str, value: Any) -> bool:
 
 def given_flags(rules: FlagRules, flags: Flags) -> dict[str, Any]:
     """The flags that reach the server, by plain name and with its values: without unset and ignored ones."""
-    found = {
+    options = {
         plain_name(key): value
         for key, value in flags.items()
         if not is_unset(value) and not _is_ignored(rules, key, value)
     }
-    if found.get("quantization") == "none":  # as in native.quantization; servers leave the flag out
-        del found["quantization"]
+    if options.get("quantization") == "none":  # as in native.quantization; servers leave the flag out
+        del options["quantization"]
     for name, names in rules.renamed.items():
-        if isinstance(items := found.get(name), list):
-            found[name] = [names.get(str(item), item) for item in cast("list[Any]", items)]
-    return found
+        if isinstance(items := options.get(name), list):
+            options[name] = [names.get(str(item), item) for item in cast("list[Any]", items)]
+    return options
 
 
 def ignored_flags(rules: FlagRules, flags: Flags) -> list[str]:
@@ -158,7 +158,7 @@ def _value_problem(value: Any) -> str:
         return "" if "\0" not in str(value) else "contains a zero byte: remove it"
     else:
         return f"{value!r} has a type that cannot be written on a command line: quote it"
-    return next((problem for one in inner if (problem := _value_problem(one))), "")
+    return next((problem for value in inner if (problem := _value_problem(value))), "")
 
 
 def flag_words(rules: FlagRules, name: str, value: Any) -> list[str]:
@@ -299,12 +299,12 @@ class ServerBackend:
 
     def model(self, config: PPOConfig) -> str:
         """Folder or hub name of the model that the servers load when they start."""
-        given = self.given(config)
-        return str(given.get(self.model_key) or given.get("model") or config.actor.path)
+        options = self.given(config)
+        return str(options.get(self.model_key) or options.get("model") or config.actor.path)
 
     def problems(self, config: PPOConfig) -> Problems:
         """Everything in a configuration that these servers cannot do: (path of the key, what to change)."""
-        given = self.given(config)
+        options = self.given(config)
         if config.actor.router_replay and not self.returns_experts:
             text = f"needs servers that return the chosen experts, and {self.title} does not: use native or sglang"
             yield "actor.router_replay", text
@@ -323,11 +323,11 @@ class ServerBackend:
             needed = {} if self.run_flags is None else self.run_flags(config)
             rules = dataclasses.replace(self.flags, fixed={**self.flags.fixed, **needed})
             yield from flag_problems(self.name, rules, config.server_section(self.name))
-            load_format = given.get("load_format", "dummy")
+            load_format = options.get("load_format", "dummy")
             if config.actor.init_from_scratch and load_format != "dummy":
                 text = f"{load_format!r} loads other weights than actor.init_from_scratch draws: remove it"
                 yield f"{self.name}.load_format", text
-        limit = given.get(self.context_key)
+        limit = options.get(self.context_key)
         for path, gconfig in (("gconfig", config.gconfig), ("eval_gconfig", config.eval_gconfig)):
             if gconfig is None:
                 continue
@@ -336,8 +336,8 @@ class ServerBackend:
                 text = f"{gconfig.max_new_tokens} leaves no room for a prompt in {limited}: lower it"
                 yield f"{path}.max_new_tokens", text
             if self.sampling_problems is not None:
-                found = self.sampling_problems(gconfig, given, path == "gconfig")
-                yield from ((f"{path}.{name}", text) for name, text in found)
+                problems = self.sampling_problems(gconfig, options, path == "gconfig")
+                yield from ((f"{path}.{name}", text) for name, text in problems)
 
 
 def _may_be_in_tower(lora: LoRAConfig, family: str, model: str) -> bool:
@@ -387,16 +387,16 @@ def foreign_command(
     """The command of a foreign server. `program` includes the model. Flags: `defaults`, overridden by the user's,
     overridden by `owned`. The server listens on loopback; elsewhere its gateway protects it.
     """
-    rules, given, model = backend.flags, backend.given(config), backend.model(config)
+    rules, options, model = backend.flags, backend.given(config), backend.model(config)
     assert rules is not None, "a foreign server has flags"
     flags = {"dtype": config.actor.dtype, **defaults}
     if config.tokenizer_path not in ("", config.actor.path, model):
         flags[rules.tokenizer] = config.tokenizer_path
-    flags |= {name: value for name, value in given.items() if name not in (backend.model_key, "model")}
+    flags |= {name: value for name, value in options.items() if name not in (backend.model_key, "model")}
     flags |= owned
     if config.servers_start_empty:
         flags["load_format"] = "dummy"  # the server serves once it has the random weights of the trainer
-    seed = given.get(rules.seed, config.seed)
+    seed = options.get(rules.seed, config.seed)
     flags |= {"host": LOOPBACK, "port": "{port}", rules.seed: f"{{index+{seed}}}"}
     words = [word for name, value in flags.items() for word in flag_words(rules, name, value)]
     return ServerCommand(

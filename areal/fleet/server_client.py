@@ -310,7 +310,7 @@ class HttpReplica(Replica):
             self.failed_deltas += error.code == "weights.bad_delta"
             raise
         path, problem, num_bytes = self._client.parsed(
-            answer, lambda found: (str(found["path"]), str(found["problem"]), int(found["num_bytes"]))
+            answer, lambda fields: (str(fields["path"]), str(fields["problem"]), int(fields["num_bytes"]))
         )
         self._pulled = (update.path, path)
         self.pulled_bytes += num_bytes
@@ -368,9 +368,9 @@ def _message_and_code(answer: bytes) -> tuple[str, str]:
     """The message in the error body of any kind of server, and areal's error code; empty for servers without one."""
     message, code = "", ""
     try:
-        found = orjson.loads(answer)
-        code = found.get("code", "")
-        error = next(found[name] for name in ("error", "message", "detail", "error_message") if found.get(name))
+        fields = orjson.loads(answer)
+        code = fields.get("code", "")
+        error = next(fields[name] for name in ("error", "message", "detail", "error_message") if fields.get(name))
         message = error["message"] if isinstance(error, dict) else error
         code = code or (error.get("code", "") if isinstance(error, dict) else "")
     except (ValueError, KeyError, TypeError, AttributeError, StopIteration):

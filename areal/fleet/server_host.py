@@ -94,7 +94,7 @@ PORT_TAKEN = re.compile("address already in use|eaddrinuse", re.IGNORECASE)
 
 def last_error(lines: Sequence[str]) -> list[str]:
     """The error that ended a server, with the lines of its details; empty when the log has none."""
-    return next((found for found in _errors(lines) if not _POINTER.search(found[0])), [])
+    return next((error for error in _errors(lines) if not _POINTER.search(error[0])), [])
 
 
 def end_reason(lines: Sequence[str]) -> list[str]:
@@ -140,7 +140,7 @@ _INDEX = re.compile(r"\{index(?:\+(\d+))?\}")
 
 def port_names(command: Sequence[str]) -> list[str]:
     """The different port placeholders of a command."""
-    return sorted({found for word in command for found in _PORT.findall(word)})
+    return sorted({port for word in command for port in _PORT.findall(word)})
 
 
 def filled_in(
@@ -150,9 +150,9 @@ def filled_in(
     address, port = first
     both = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     by_name = {"{first}": both, "{first_address}": address, "{first_port}": str(port)}
-    with_first = [_FIRST.sub(lambda found: by_name[found[0]], word) for word in command]
-    with_ports = [_PORT.sub(lambda found: str(ports[found[0]]), word) for word in with_first]
-    return [_INDEX.sub(lambda found: str(index + int(found[1] or 0)), word) for word in with_ports]
+    with_first = [_FIRST.sub(lambda match: by_name[match[0]], word) for word in command]
+    with_ports = [_PORT.sub(lambda match: str(ports[match[0]]), word) for word in with_first]
+    return [_INDEX.sub(lambda match: str(index + int(match[1] or 0)), word) for word in with_ports]
 
 
 def first_part(
@@ -169,8 +169,8 @@ def first_part(
         registry.add(f"parts/{index}", json.dumps({"address": address, "port": port}), replace=True)
         return address, port
     registry.add(f"part_hosts/{index}-{part}", host.advertise, replace=True)
-    found = json.loads(registry.wait(f"parts/{index}", limit_s))
-    return str(found["address"]), int(found["port"])
+    fields = json.loads(registry.wait(f"parts/{index}", limit_s))
+    return str(fields["address"]), int(fields["port"])
 
 
 def is_part(registry: NameRegistry | None, index: int, num_parts: int, host: Host, peer: str) -> bool:
@@ -314,11 +314,11 @@ def _pulls(puller: FolderPuller, session: aiohttp.ClientSession, token: str, par
 
     async def pull_by(part: str, body: dict[str, Any]) -> Pulled:
         async with session.post(f"{part}/pull_weights", json=body, headers=headers) as answer:
-            found = await answer.json()
+            fields = await answer.json()
             if answer.status == 200:
-                return Pulled(Path(found["path"]), str(found["problem"]), int(found["num_bytes"]))
+                return Pulled(Path(fields["path"]), str(fields["problem"]), int(fields["num_bytes"]))
             kind = RequestError if answer.status == 400 else WeightSyncError
-            raise kind(found["error"]["message"], code=found["error"]["code"])
+            raise kind(fields["error"]["message"], code=fields["error"]["code"])
 
     async def pull(request: web.Request) -> web.StreamResponse:
         try:
@@ -329,9 +329,9 @@ def _pulls(puller: FolderPuller, session: aiohttp.ClientSession, token: str, par
                 "deltas": {str(base): str(url) for base, url in body.get("deltas", {}).items()},
             }
             others = await asyncio.to_thread(parts)
-            own = asyncio.wrap_future(in_daemon_thread(lambda: puller.pull(**body), "pull weights"))
-            found = await asyncio.gather(own, *(pull_by(part, body) for part in others))
-            path, *different = dict.fromkeys(str(pulled.path) for pulled in found)
+            pulling = asyncio.wrap_future(in_daemon_thread(lambda: puller.pull(**body), "pull weights"))
+            pulled_parts = await asyncio.gather(pulling, *(pull_by(part, body) for part in others))
+            path, *different = dict.fromkeys(str(pulled.path) for pulled in pulled_parts)
             if different:
                 both = f"{path} and {', '.join(different)}"
                 text = f"the parts of this server keep weights in {both}: set one TMPDIR"
@@ -342,8 +342,8 @@ def _pulls(puller: FolderPuller, session: aiohttp.ClientSession, token: str, par
             return _error(400 if isinstance(error, RequestError) else 500, str(error), error.code)
         except (ValueError, KeyError, TypeError, AttributeError):
             return _error(400, "the body is not an object with a field url", "weights.invalid_request")
-        problem = next((pulled.problem for pulled in found if pulled.problem), "")
-        num_bytes = sum(pulled.num_bytes for pulled in found)
+        problem = next((pulled.problem for pulled in pulled_parts if pulled.problem), "")
+        num_bytes = sum(pulled.num_bytes for pulled in pulled_parts)
         return web.json_response({"path": path, "problem": problem, "num_bytes": num_bytes})
 
     return pull
@@ -357,17 +357,17 @@ def _passes_on(session: aiohttp.ClientSession, server: str) -> Handler:
         except RequestError as error:
             return _error(400, str(error), error.code)
         try:
-            found = await session.request(
+            response = await session.request(
                 request.method, f"{server}{request.raw_path}", headers=headers, data=body, allow_redirects=False
             )
         except aiohttp.ClientConnectionError as error:
             return web.json_response({"error": {"message": f"the server does not answer: {error}"}}, status=502)
-        async with found:
-            passed = {name: value for name, value in found.headers.items() if name.lower() not in _HOP_BY_HOP}
-            answer = web.StreamResponse(status=found.status, reason=found.reason, headers=passed)
+        async with response:
+            passed = {name: value for name, value in response.headers.items() if name.lower() not in _HOP_BY_HOP}
+            answer = web.StreamResponse(status=response.status, reason=response.reason, headers=passed)
             await answer.prepare(request)
             try:
-                async for piece in found.content.iter_any():
+                async for piece in response.content.iter_any():
                     await answer.write(piece)
             except (aiohttp.ClientError, asyncio.IncompleteReadError):
                 if request.transport is not None:

@@ -269,10 +269,10 @@ def vocabulary_probe() -> dict[str, Any]:
 
 def parse_vocabulary(refusal: bytes) -> int:
     """Size of the vocabulary in tokens. ValueError when the refusal does not contain it."""
-    found = _VOCABULARY.search(refusal)
-    if found is None:
+    match = _VOCABULARY.search(refusal)
+    if match is None:
         raise ValueError(refusal[:200].decode(errors="replace"))
-    return int(found[1]) + 1
+    return int(match[1]) + 1
 
 
 def bucket_body(
@@ -355,7 +355,7 @@ class SGLangReplica(HttpReplica):
 
     async def _texts(self, token_lists: list[Sequence[int]]) -> list[str]:
         answer = await self._client.post("/detokenize", {"tokens": token_lists, "skip_special_tokens": False})
-        return self._client.parsed(answer, lambda found: [str(text) for text in found["text"]])
+        return self._client.parsed(answer, lambda fields: [str(text) for text in fields["text"]])
 
     # Control
 
@@ -409,8 +409,8 @@ class SGLangReplica(HttpReplica):
         answer = await self._client.get("/v1/loads")
         metrics = await self._client.get("/metrics")
 
-        def parse(found: dict[str, Any]) -> ReplicaLoad:
-            loads = found["loads"]
+        def parse(fields: dict[str, Any]) -> ReplicaLoad:
+            loads = fields["loads"]
             return ReplicaLoad(
                 running=sum(load["num_running_reqs"] for load in loads),
                 queued=sum(load["num_waiting_reqs"] for load in loads),
@@ -597,7 +597,7 @@ def core_bindings(index: int, size: int, threads: int, cores: Sequence[int]) -> 
         return {}
     first = index * size * threads
     ranks = [[cores[(first + rank * threads + k) % len(cores)] for k in range(threads)] for rank in range(size)]
-    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, own)) for own in ranks)}
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, cores)) for cores in ranks)}
 
 
 def part_words(part: int, num_parts: int) -> tuple[str, ...]:

@@ -159,8 +159,8 @@ def parse_piece(answer: dict[str, Any]) -> Piece:
     choice = answer["choices"][0]
     token_ids: list[int] = choice["token_ids"] or []
     logprobs = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]] if token_ids else []
-    found = choice["weight_versions"]
-    spans = None if found is None else [(version_number(s["version"]), s["start"], s["end"]) for s in found]
+    versions = choice["weight_versions"]
+    spans = None if versions is None else [(version_number(s["version"]), s["start"], s["end"]) for s in versions]
     return Piece(token_ids, logprobs, checked_reason(choice["finish_reason"]), spans)
 
 
@@ -264,8 +264,8 @@ class VLLMReplica(HttpReplica):
                 held.append(piece)
                 if piece.finish_reason is None and self._num_updates != num_updates:
                     continue
-                token_ids = [token for one in held for token in one.token_ids]
-                logprobs = [logprob for one in held for logprob in one.logprobs]
+                token_ids = [token for piece in held for token in piece.token_ids]
+                logprobs = [logprob for piece in held for logprob in piece.logprobs]
                 held.clear()
                 versions, reported = Runs.of(version, len(token_ids)), None
                 if piece.finish_reason is not None:
@@ -290,7 +290,7 @@ class VLLMReplica(HttpReplica):
 
     async def _text(self, token_ids: Sequence[int]) -> str:
         answer = await self._client.post("/detokenize", {"tokens": token_ids})
-        return self._client.parsed(answer, lambda found: str(found["prompt"]))
+        return self._client.parsed(answer, lambda fields: str(fields["prompt"]))
 
     async def pause(self, mode: PauseMode) -> None:
         """abort and retract clear the cache of keys and values of the old weights."""
@@ -346,7 +346,7 @@ class VLLMReplica(HttpReplica):
         try:
             if not keep_cache:
                 answer = await self._client.post("/reset_prefix_cache?reset_running_requests=true", {})
-                if not self._client.parsed(answer, lambda found: found["success"]):
+                if not self._client.parsed(answer, lambda fields: fields["success"]):
                     text = f"{self.name} did not clear the KV cache of the old weights"
                     raise ServerUnavailable(text, code="server.request_failed")
             await self._client.post("/update_weight_version", {"new_version": str(version)})
@@ -367,7 +367,7 @@ class VLLMReplica(HttpReplica):
         state = await self._worker_state()
         weights = await self._client.get("/weight_info")
         version = self._client.parsed(
-            weights, lambda found: version_number(found["weight_version"], has_dummy_weights=state.has_dummy_weights)
+            weights, lambda fields: version_number(fields["weight_version"], has_dummy_weights=state.has_dummy_weights)
         )
         if asked_at == self._num_updates:  # otherwise an update has set it, or will
             self._version = version
@@ -493,9 +493,11 @@ two more are for experts alone; fp8 is fp8_per_tensor (get_quant_config in model
 
 def own_problems(config: PPOConfig) -> Problems:
     """See `ServerBackend`."""
-    given = VLLM.given(config).get("quantization")
-    if given not in (None, *_ONLINE) and not config.publishes_adapters:
-        text = f"{given!r} is no kind that vLLM makes from the trainer's weights, of all linear layers: use one of"
+    quantization = VLLM.given(config).get("quantization")
+    if quantization not in (None, *_ONLINE) and not config.publishes_adapters:
+        text = (
+            f"{quantization!r} is no kind that vLLM makes from the trainer's weights, of all linear layers: use one of"
+        )
         yield "vllm.quantization", f"{text} {', '.join(_ONLINE)}"
     if read_vision_layout(VLLM.model(config)) is not None:
         yield from _image_problems(config)
@@ -550,25 +552,25 @@ def _penalty_problems(gconfig: GenerationHyperparameters, flags: Flags) -> Probl
     yield from _presence_problems(gconfig)
     if not gconfig.frequency_penalty:
         return
-    given = f"{gconfig.frequency_penalty:g} cannot be continued exactly on vLLM after an interruption"
+    reason = f"{gconfig.frequency_penalty:g} cannot be continued exactly on vLLM after an interruption"
     if gconfig.repetition_penalty != 1:
         other = f"repetition_penalty={gconfig.repetition_penalty:g}"
-        yield "frequency_penalty", f"{given} together with {other}: use one of them, or native servers"
+        yield "frequency_penalty", f"{reason} together with {other}: use one of them, or native servers"
     if gconfig.max_new_tokens > MAX_BIASED_TOKENS + 1:  # the last token has none after it
         yield (
             "frequency_penalty",
-            f"{given} with max_new_tokens={gconfig.max_new_tokens}: set it to 0, max_new_tokens to at most "
+            f"{reason} with max_new_tokens={gconfig.max_new_tokens}: set it to 0, max_new_tokens to at most "
             f"{MAX_BIASED_TOKENS + 1}, or use native servers",
         )
     if flags.get("speculative_config"):
-        yield "frequency_penalty", f"{given} with speculation: set it to 0, or remove vllm.speculative_config"
+        yield "frequency_penalty", f"{reason} with speculation: set it to 0, or remove vllm.speculative_config"
 
 
 def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
     """Whether vLLM computes on a GPU is decided when it is built, so no flag says it."""
     servers = config.allocation.inference
     assert servers is not None, "a run that starts servers allocates them"
-    given, model = VLLM.given(config), VLLM.model(config)
+    options, model = VLLM.given(config), VLLM.model(config)
     # No log line for each health check; as many likeliest tokens of a place as the trainer asks for (batch/log_ratio).
     defaults: dict[str, Any] = {"uvicorn_log_level": "warning", "max_logprobs": 64}
     env = {
@@ -581,12 +583,12 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
         rank = config.actor.lora.served_rank
         fitting = (size for size in _LORA_RANKS if size >= rank)
         defaults |= {"max_lora_rank": next(fitting, rank), "max_loras": ADAPTERS}
-    if config.publishes_adapters or given.get("enable_lora"):
+    if config.publishes_adapters or options.get("enable_lora"):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if not on_gpu:
         shape, cache_bytes = ModelShape.read(model), _CPU_CACHE_BYTES
         if shape is not None:
-            element = element_bytes(given.get("dtype", config.actor.dtype))
+            element = element_bytes(options.get("dtype", config.actor.dtype))
             if element == 4 and shape.family.startswith(("qwen3_5", "qwen3_next")):
                 text = "vLLM computes the linear attention of this model on the CPU in bfloat16 only"
                 raise ConfigError(f"vllm.dtype: {text}: set it to bfloat16", code="model.unsupported")

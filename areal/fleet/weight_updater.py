@@ -85,17 +85,17 @@ def probe(
     )
 
 
-def difference(one: ProbeAnswer, other: ProbeAnswer) -> float:
+def difference(answer: ProbeAnswer, other: ProbeAnswer) -> float:
     """Largest difference of log-probabilities, in nats, up to the first position with different tokens.
 
     Two equally likely tokens may be chosen in either order, therefore different tokens alone are no difference.
     Infinite when a number is not finite or one answer is shorter.
     """
-    if len(one.token_ids) != len(other.token_ids):
+    if len(answer.token_ids) != len(other.token_ids):
         return math.inf
     largest = 0.0
     for token, other_token, left, right in zip(
-        one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=True
+        answer.token_ids, other.token_ids, answer.logprobs, other.logprobs, strict=True
     ):
         gap = abs(left - right)
         if not math.isfinite(gap):
@@ -286,16 +286,16 @@ class CanaryCheck:
         last = self._agreed if self._agreed is not None and self._agreed.version == version else None
         known = last.answer if last is not None and last.is_confirmed else None
         asked = slots if known is not None else slots + self._replicas.serving
-        found = await asyncio.gather(*(self._ask(slot) for slot in asked))
-        answers = {slot.name: answer for slot, answer in zip(asked, found, strict=True) if answer is not None}
-        silent = sorted(slot.name for slot, answer in zip(asked, found, strict=True) if answer is None)
+        results = await asyncio.gather(*(self._ask(slot) for slot in asked))
+        answers = {slot.name: answer for slot, answer in zip(asked, results, strict=True) if answer is not None}
+        silent = sorted(slot.name for slot, answer in zip(asked, results, strict=True) if answer is None)
         self.num_uncompared += len(silent)
         if known is None and len(answers) == 1:
             [alone] = answers.values()
             self._agreed, answers = _Agreed(version, alone, is_confirmed=False), {}
         right = known if known is not None else agreed(answers, self._tolerance.nats)
         tolerance = self._tolerance.nats
-        wrong = {name for name, one in answers.items() if right is None or difference(one, right) > tolerance}
+        wrong = {name for name, answer in answers.items() if right is None or difference(answer, right) > tolerance}
         if answers:
             self._note(version, answers, right, wrong, silent)
         differing: list[Slot] = []
@@ -331,8 +331,8 @@ class CanaryCheck:
         silent: list[str],
     ) -> None:
         """Learn from an exchange without differences, keep the first report of a version, and log."""
-        pairs = list(combinations(answers.values(), 2)) or [(one, right) for one in answers.values() if right]
-        largest = max((difference(one, other) for one, other in pairs), default=0.0)
+        pairs = list(combinations(answers.values(), 2)) or [(answer, right) for answer in answers.values() if right]
+        largest = max((difference(answer, other) for answer, other in pairs), default=0.0)
         if right is not None:
             self._agreed = _Agreed(version, right, is_confirmed=True)
         if self.report(version) is None:
@@ -581,7 +581,7 @@ class WeightUpdater:
         error of each, in order."""
         ranks = {name: 1 + index * update.ranks_per_replica for index, name in enumerate(update.replicas)}
         calls = [call(slot, rank=ranks.get(slot.incarnation, 0)) for slot in slots]
-        tasks = [asyncio.create_task(one, name=f"update {slot.name}") for slot, one in zip(slots, calls, strict=True)]
+        tasks = [asyncio.create_task(call, name=f"update {slot.name}") for slot, call in zip(slots, calls, strict=True)]
         if not tasks:
             return []
         try:

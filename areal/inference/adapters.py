@@ -78,7 +78,9 @@ class _Group:
         columns = [number for adapter in adapters for number in [adapter.number] * (adapter.rank + more)]
         self.columns = torch.tensor(columns, device=next(iter(self.weights.values()))[0].device)
         """The adapter of each rank."""
-        self.spans = {one: (columns.index(one), columns.index(one) + columns.count(one)) for one in self.numbers}
+        self.spans = {
+            number: (columns.index(number), columns.index(number) + columns.count(number)) for number in self.numbers
+        }
         """Adapter -> the first of its ranks, and their end."""
 
     @staticmethod
@@ -103,7 +105,7 @@ class AdapterProducts:
         self._states = states
         self._of_rows: _Masks = []
         self._of_kept: _Masks = []
-        """Of the rows whose logits are computed."""
+        """Masks of the rows whose logits are computed."""
         self._head = model.get_output_embeddings()
         self._model = model
         self._wrapped: set[nn.Linear] = set()
@@ -116,7 +118,7 @@ class AdapterProducts:
         """The adapter of each row of a step, which has `counts` tokens of each sequence; None: no row has one."""
         if not self.groups or not any(sequence.adapter for sequence in sequences):
             return None
-        return [one.adapter for one, count in zip(sequences, counts, strict=True) for _ in range(count)]
+        return [sequence.adapter for sequence, count in zip(sequences, counts, strict=True) for _ in range(count)]
 
     def begin(self, numbers: list[int] | None, size: int, kept: Tensor | None) -> None:
         """The next pass has `size` rows, whose adapters `numbers` has as far as there are any, and computes the logits
@@ -169,7 +171,9 @@ class AdapterProducts:
             if module is self._head:
                 masks = self._of_kept
             elif module in self._states.parts and self._states.span is not None:
-                numbers = torch.tensor([one.adapter for one in self._states.span.sequences], device=input.device)
+                numbers = torch.tensor(
+                    [sequence.adapter for sequence in self._states.span.sequences], device=input.device
+                )
                 masks = self._masks(numbers.repeat_interleave(len(inputs) // len(numbers)))
             self._add(masks, [module], inputs, [flat])
         return output
@@ -220,7 +224,9 @@ class AdapterProducts:
         inside = {self._head, *self._model.get_decoder().modules()} - linear_without_call(self._model)
         every = self._model.named_modules()
         return {
-            name: one for name, one in every if isinstance(one, nn.Linear) and one in inside and not is_of_experts(name)
+            name: module
+            for name, module in every
+            if isinstance(module, nn.Linear) and module in inside and not is_of_experts(name)
         }
 
     def changed(self, *, added: Adapter | None = None, removed: int = 0) -> Callable[[], None]:
@@ -228,9 +234,9 @@ class AdapterProducts:
         groups = [group for group in self.groups if removed not in group.numbers]
         for group in self.groups:
             if removed in group.numbers and len(group.adapters) > 1:
-                groups.append(_Group([one for one in group.adapters if one.number != removed], self._minus))
+                groups.append(_Group([adapter for adapter in group.adapters if adapter.number != removed], self._minus))
         if added is not None:
-            roomy = next((one for one in groups if one.rank + added.rank <= _GROUP_RANKS), None)
+            roomy = next((group for group in groups if group.rank + added.rank <= _GROUP_RANKS), None)
             groups = [group for group in groups if group is not roomy]
             groups.append(_Group([*(roomy.adapters if roomy else ()), added], self._minus))
         return partial(self._use, groups)
@@ -243,7 +249,7 @@ class AdapterProducts:
     def _use(self, groups: list[_Group]) -> None:
         if groups and self._minus is None and self.merged is not None:
             self._minus = self._negative(self.merged)
-        groups = [one if one.minus is self._minus else _Group(one.adapters, self._minus) for one in groups]
+        groups = [group if group.minus is self._minus else _Group(group.adapters, self._minus) for group in groups]
         self.groups, self._of_rows, self._of_kept = groups, [], []
         new = {module for group in groups for module in group.weights} - self._wrapped
         for module in new:
@@ -266,7 +272,7 @@ def _factors(module: nn.Linear, down: Tensor, up: Tensor, scale: float) -> tuple
     """The factors of peft as an `Adapter` has them."""
     like, more = module.weight, _padded(len(down)) - len(down)
     pair = pad(down.float(), (0, 0, 0, more)).T, pad(up.float() * scale, (0, more)).T
-    first, second = (one.to(like.device, like.dtype).contiguous() for one in pair)
+    first, second = (factor.to(like.device, like.dtype).contiguous() for factor in pair)
     return first, second
 
 
@@ -284,10 +290,10 @@ class LoadedAdapters:
         self._max_adapters, self._max_rank = limits.max_adapters, limits.max_adapter_rank
         self._by_name: dict[str, int] = {}
         self._num_held = 0
-        """With those that leave after the end of their last request."""
+        """It includes those that leave after the end of their last request."""
         self._users: Counter[int] = Counter()
         self._unused: dict[int, asyncio.Event] = {}
-        """Of those that leave."""
+        """Events of those that leave."""
         self._lock = asyncio.Lock()
 
     @property
@@ -295,7 +301,7 @@ class LoadedAdapters:
         return list(self._by_name)
 
     def number_of(self, name: str) -> int:
-        """Of an adapter for a new request; empty = 0, the base model."""
+        """The number of an adapter for a new request; empty = 0, the base model."""
         if name and name not in self._by_name:
             known = ", ".join(self.names[:8]) or "none"
             raise RequestError(f"there is no adapter {name[:60]!r}: load it first ({known})", code="adapter.unknown")

@@ -86,9 +86,9 @@ class DecodeGroup:
         if views is None:
             shape = (self.blocks.numel(), *cache.blocks.shape[1:])
             target = self.workspace[: shape[0] * shape[1] * shape[2] * shape[3]].view(shape)
-            found = target.view(-1, self.width * shape[1], *shape[2:])[:, : self.max_length].transpose(1, 2)
+            gathered = target.view(-1, self.width * shape[1], *shape[2:])[:, : self.max_length].transpose(1, 2)
             key_size = cache.shape.key_size
-            views = self.views[cache.shape] = (target, found[..., :key_size], found[..., key_size:])
+            views = self.views[cache.shape] = (target, gathered[..., :key_size], gathered[..., key_size:])
         torch.index_select(cache.blocks, 0, self.blocks, out=views[0])
         return views[1], views[2]
 
@@ -130,7 +130,7 @@ class LaterChunk:
     last_seen: Tensor | None = None
     """[count] int64: the last token that each one attends to; None = itself."""
     masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict[tuple[int | None, int], Tensor])
-    """By window, and by the number of query heads of a key head."""
+    """Keys are the window and the number of query heads of a key head."""
 
     def mask(self, window: int | None, like: Tensor, times: int, width: int) -> Tensor:
         """Additive mask [times * count and some more, width], cached per step."""
@@ -147,7 +147,7 @@ class AttentionPlan:
     """The inputs of the attention layers for one step."""
 
     caches: dict[int, LayerCache]
-    """By number of the layer: those with attention."""
+    """Keys are the numbers of the layers with attention."""
     slots: Tensor  # [tokens] int64: block * block_size + offset
     decode: list[DecodeGroup]
     prompts: list[PromptGroup]
@@ -301,8 +301,8 @@ def _attend_prompts(
 
 
 def _attend_later(chunk: LaterChunk, cache: LayerCache, query: Tensor, output: Tensor, rules: ScoreRules) -> None:
-    found = cache.blocks.index_select(0, chunk.blocks).flatten(0, 1).transpose(0, 1)[None]
-    keys, values = found[..., : cache.shape.key_size], found[..., cache.shape.key_size :]
+    states = cache.blocks.index_select(0, chunk.blocks).flatten(0, 1).transpose(0, 1)[None]
+    keys, values = states[..., : cache.shape.key_size], states[..., cache.shape.key_size :]
     mine = query[None, :, chunk.start : chunk.start + chunk.count]
     width, times = keys.shape[2], query.shape[0] // keys.shape[1]
     if rules.is_plain and times * chunk.count <= _TILE:  # query heads that share a key head are tokens of that head
@@ -349,7 +349,7 @@ def _causal_mask(
 ) -> Tensor:
     """Boolean [count, width]: token i attends to itself and earlier tokens within the window, and to those up to
     `last_seen`."""
-    own = torch.arange(num_before, num_before + count, device=like.device)
+    positions = torch.arange(num_before, num_before + count, device=like.device)
     places = torch.arange(width, device=like.device)
-    visible = places <= (own if last_seen is None else last_seen)[:, None]
-    return visible if window is None else visible & (places > own[:, None] - window)
+    visible = places <= (positions if last_seen is None else last_seen)[:, None]
+    return visible if window is None else visible & (places > positions[:, None] - window)

@@ -57,8 +57,8 @@ _PACKED_ROWS = 8
 EQUAL_ROWS = 16
 """From this number of rows on a float32 product of torch has in each row the same bits for any number of rows."""
 _PACKED_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-"""Of each product, relative to its largest value. The logits of a real model prove nothing: rounding in its first
-layers moves those of a text that it has not learned by a quarter."""
+"""The largest error of each product, relative to its largest value. The logits of a real model prove nothing: rounding
+in its first layers moves those of a text that it has not learned by a quarter."""
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -130,8 +130,8 @@ class _Product:
 
     def pack(self) -> None:
         """Copy the present weights."""
-        weights: list[Tensor] = [one.weight.detach() for one in self.modules]
-        biases: list[Tensor] = [one.bias.detach() for one in self.modules if one.bias is not None]
+        weights: list[Tensor] = [module.weight.detach() for module in self.modules]
+        biases: list[Tensor] = [module.bias.detach() for module in self.modules if module.bias is not None]
         self._bias = torch.cat(biases) if biases else None
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
@@ -143,7 +143,7 @@ class _Product:
         """What is wrong with the product of the packed weights; empty = nothing."""
         weight = self.modules[0].weight
         states = torch.arange(_TRIAL_TOKENS * weight.shape[1]).sin().to(weight.dtype).view(_TRIAL_TOKENS, -1)
-        exact = torch.cat([linear(states, one.weight, one.bias) for one in self.modules], dim=-1)
+        exact = torch.cat([linear(states, module.weight, module.bias) for module in self.modules], dim=-1)
         error = ((self(states) - exact).abs().max() / exact.abs().max()).item()
         return "" if error < _PACKED_ERROR[weight.dtype] else f"a product differs by {error:g}"
 
@@ -155,7 +155,7 @@ class _Product:
         return result
 
     def _split(self, result: Tensor) -> list[Tensor]:
-        return list(result.split([one.out_features for one in self.modules], dim=-1))
+        return list(result.split([module.out_features for module in self.modules], dim=-1))
 
     def _of_base(self, states: Tensor, added: Tensor | None) -> Tensor:
         if self._packed is not None:
@@ -234,7 +234,7 @@ class DenseDecoder:
 
     def equal_rows(self) -> int:
         """The number of rows from which on those of a float32 step have the same bits for any number of rows."""
-        shapes = {tuple(tuple(one.weight.shape) for one in product.modules): product for product in self.products}
+        shapes = {tuple(tuple(module.weight.shape) for module in product.modules): product for product in self.products}
         return max(product.equal_rows() for product in shapes.values())
 
     def pack(self) -> None:
@@ -287,8 +287,8 @@ class DenseDecoder:
         if layer.query_norm is not None and layer.key_norm is not None:
             both = torch.cat((layer.query_norm(both[:, :split]), layer.key_norm(both[:, split:])), dim=1)
         both = both * cos + both.roll(self._head_size // 2, -1) * sin
-        found = attend(plan, cache, both[:, :split], both[:, split:], values, layer.rules)
-        return found.flatten(1)
+        attended = attend(plan, cache, both[:, :split], both[:, split:], values, layer.rules)
+        return attended.flatten(1)
 
 
 def _layer(layer: Any, family: _Family, head_size: int) -> _Layer:
@@ -365,12 +365,12 @@ class DecodeGraphs:
         if self.logits(inputs) is None:
             return float("inf")
         inputs.tokens.add_(1)
-        found = self.logits(inputs)
-        assert found is not None
-        found = found.clone()
+        graph_logits = self.logits(inputs)
+        assert graph_logits is not None
+        graph_logits = graph_logits.clone()
         exact = self._compute(inputs)
         inputs.tokens.sub_(1)
-        return ((found - exact).abs().max() / exact.abs().max()).item()
+        return ((graph_logits - exact).abs().max() / exact.abs().max()).item()
 
     def _add(self, graphs: dict[tuple[int, ...], _Graph], inputs: DecodeInputs) -> bool:
         """Capture a graph. It writes keys and values as the step does."""

@@ -229,13 +229,13 @@ class DecodeRows:
 
     def _grow(self, grown: list[Sequence]) -> None:
         """Take over the last block of these sequences, as far as they have rows: their tokens are its first."""
-        found = [
+        places = [
             (row, len(sequence.blocks) - 1, sequence.blocks[-1])
             for sequence in grown
             if (row := self._row_of.get(sequence)) is not None
         ]
-        if found:
-            rows, columns, blocks = torch.tensor(found, device=self._device).unbind(1)
+        if places:
+            rows, columns, blocks = torch.tensor(places, device=self._device).unbind(1)
             self.inputs.blocks[rows, columns] = blocks.to(torch.int32)
             self.inputs.slots[rows] = blocks * self._block_size
 

@@ -92,7 +92,11 @@ def sample(logits: Tensor, rows: SampledRows) -> Drawn:
     -inf.
     """
     tokens, logprobs = _sampled(logits, rows)
-    raw = [] if rows.temperatures is None else [i for i, one in enumerate(rows.sequences) if one.params.raw_logprobs]
+    raw = (
+        []
+        if rows.temperatures is None
+        else [i for i, sequence in enumerate(rows.sequences) if sequence.params.raw_logprobs]
+    )
     if raw:
         index = torch.tensor(raw, device=logits.device)
         exact, size = logits[index].float(), logits.shape[1]

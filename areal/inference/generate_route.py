@@ -508,11 +508,13 @@ class GenerateRoute:
 def _scores_json(sequence: Sequence) -> dict[str, Any]:
     """The scores of a prompt, as lists of (log-probability, token, null); null for a log-probability that is NaN."""
     scores, ids = sequence.scores, sequence.token_ids
-    found: dict[str, Any] = {"input_token_logprobs": [(one, ids[i], None) for i, one in enumerate(scores.logprobs)]}
+    body: dict[str, Any] = {
+        "input_token_logprobs": [(logprob, ids[i], None) for i, logprob in enumerate(scores.logprobs)]
+    }
     for name, places in (("top", scores.top), ("draw", scores.draws)):
         if places:
-            found[f"input_{name}_logprobs"] = [[(value, token, None) for token, value in place] for place in places]
-    return found | ({"input_target_logprobs": scores.targets} if scores.targets else {})
+            body[f"input_{name}_logprobs"] = [[(value, token, None) for token, value in place] for place in places]
+    return body | ({"input_target_logprobs": scores.targets} if scores.targets else {})
 
 
 def _finish_json(finish: FinishReason, num_output: int) -> dict[str, Any]:

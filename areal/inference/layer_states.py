@@ -46,7 +46,7 @@ class Span:
 @dataclass(slots=True, eq=False)
 class _Layer:
     index: int
-    """Of the layer in the cache of transformers."""
+    """Number of the layer in the cache of transformers."""
     takes_several: bool
     """One call can continue a state by several tokens; else each call continues it by one token."""
     kept: list[list[Tensor | None]]
@@ -54,21 +54,21 @@ class _Layer:
 
     def cache(self, slots: Tensor | None, *, is_first: bool = True) -> LinearAttentionLayer:
         """What transformers continues from; without slots an empty one, whose tensors it makes."""
-        found = LinearAttentionLayer(len(self.kept))
+        layer = LinearAttentionLayer(len(self.kept))
         for number, (convolution, recurrence) in enumerate(self.kept if slots is not None else ()):
-            found.has_previous_state[number] = not is_first
+            layer.has_previous_state[number] = not is_first
             if convolution is not None:
-                found.conv_states[number] = convolution[slots]
-                found.conv_kernel_size[number] = convolution.shape[-1]
-                found.is_conv_states_initialized[number] = True
+                layer.conv_states[number] = convolution[slots]
+                layer.conv_kernel_size[number] = convolution.shape[-1]
+                layer.is_conv_states_initialized[number] = True
             if recurrence is not None:
-                found.recurrent_states[number] = recurrence[slots]
-                found.is_recurrent_states_initialized[number] = True
-        return found
+                layer.recurrent_states[number] = recurrence[slots]
+                layer.is_recurrent_states_initialized[number] = True
+        return layer
 
-    def keep(self, found: LinearAttentionLayer, slots: Tensor) -> None:
+    def keep(self, layer: LinearAttentionLayer, slots: Tensor) -> None:
         for number, (convolution, recurrence) in enumerate(self.kept):
-            for tensor, new in ((convolution, found.conv_states[number]), (recurrence, found.recurrent_states[number])):
+            for tensor, new in ((convolution, layer.conv_states[number]), (recurrence, layer.recurrent_states[number])):
                 if tensor is not None and new is not None:
                     tensor[slots] = new
 
@@ -119,8 +119,10 @@ class LayerStates:
         for layer in self._layers:
             layer.kept = [
                 [
-                    None if one is None else zeroed_memory((num_slots, *one.shape[1:]), one.dtype, one.device)
-                    for one in pair
+                    None
+                    if tensor is None
+                    else zeroed_memory((num_slots, *tensor.shape[1:]), tensor.dtype, tensor.device)
+                    for tensor in pair
                 ]
                 for pair in layer.kept
             ]
@@ -128,7 +130,7 @@ class LayerStates:
 
     def begin(self, spans: list[Span], first: Iterable[Sequence], copied: dict[Sequence, int]) -> None:
         """The next step computes these spans; the sequences `first` begin with it, those of `copied` from a slot."""
-        for sequence in [one for one in self._slots if one.status is not Status.RUNNING]:
+        for sequence in [sequence for sequence in self._slots if sequence.status is not Status.RUNNING]:
             self._free.append(self._slots.pop(sequence))
         new = [self._slot_of(sequence) for sequence in first]
         for layer in self._layers if new else ():
@@ -136,7 +138,8 @@ class LayerStates:
                 tensor[new] = 0
         self._copy(copied.values(), [self._slot_of(sequence) for sequence in copied])
         self._spans = [
-            (torch.tensor([self._slot_of(one) for one in span.sequences], device=self._device), span) for span in spans
+            (torch.tensor([self._slot_of(sequence) for sequence in span.sequences], device=self._device), span)
+            for span in spans
         ]
 
     def copy(self, source: Sequence, targets: Iterable[Sequence]) -> None:
@@ -146,7 +149,7 @@ class LayerStates:
 
     def save(self, sequences: Iterable[Sequence]) -> None:
         """Copy states to the slots of the snapshots of these sequences."""
-        pairs = [(self._slots[one], one.snapshot) for one in sequences if one.snapshot is not None]
+        pairs = [(self._slots[sequence], sequence.snapshot) for sequence in sequences if sequence.snapshot is not None]
         self._copy([source for source, _ in pairs], [target for _, target in pairs])
 
     def _copy(self, sources: Iterable[int], targets: list[int]) -> None:
@@ -170,18 +173,18 @@ class LayerStates:
         def run(*args: Any, **kwargs: Any) -> Any:
             slots, self.span = next(spans)
             span = self.span
-            self._caches.layers[layer.index] = found = layer.cache(slots, is_first=span.is_first)
+            self._caches.layers[layer.index] = cached = layer.cache(slots, is_first=span.is_first)
             call = functools.partial(forward, **{name: self._caches})
             if not span.border:
                 output = computed(call, span.count, (args, kwargs), at_once=span.is_first)
             else:
                 before, after = (_part((args, kwargs), *ends) for ends in ((0, span.border), (span.border, span.count)))
                 output = computed(call, span.border, before, at_once=span.is_first)
-                layer.keep(found, torch.tensor(span.snapshots, device=self._device))
+                layer.keep(cached, torch.tensor(span.snapshots, device=self._device))
                 if span.count > span.border:
                     rest = computed(call, span.count - span.border, after, at_once=False)
                     output = torch.cat((output, rest), dim=1)
-            layer.keep(found, slots)
+            layer.keep(cached, slots)
             return output
 
         def computed(call: Callable[..., Any], count: int, inputs: Any, *, at_once: bool) -> Any:
@@ -194,9 +197,9 @@ class LayerStates:
 
     def _probe(self, layer: _Layer, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """The output for one token. Notes the shapes of the state, and tries to continue one by several tokens."""
-        self._caches.layers[layer.index] = found = layer.cache(None)
+        self._caches.layers[layer.index] = cached = layer.cache(None)
         output = forward(*args, **kwargs)
-        layer.kept = [[found.conv_states[i], found.recurrent_states[i]] for i in range(len(layer.kept))]
+        layer.kept = [[cached.conv_states[i], cached.recurrent_states[i]] for i in range(len(layer.kept))]
         longer = tree_map(_longer, (args, kwargs))
         self._caches.layers[layer.index] = layer.cache(None)
         whole = forward(*longer[0], **longer[1])

@@ -207,11 +207,11 @@ class ModelRunner:
     def _probe(self) -> AttentionProbe:
         """What all attention layers are, from a forward pass with one token."""
         probe = AttentionProbe()
-        one = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        zero = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         config = self.model.config.get_text_config()
         try:
             with torch.inference_mode(), described_masks(ATTENTION_NAME):
-                inputs = {"input_ids": one, "position_ids": one, "attention_mask": one + 1}
+                inputs = {"input_ids": zero, "position_ids": zero, "attention_mask": zero + 1}
                 self.model(**inputs, use_cache=False, attention_plan=probe)
         except TypeError as error:  # its forward does not accept the keyword
             message = f"the native engine cannot serve {type(self.model).__name__}: {error}; use sglang or vllm"
@@ -383,20 +383,20 @@ class ModelRunner:
         self, order: np.ndarray | None, single: dict[Sequence, Chunk], longer: list[Chunk]
     ) -> list[tuple[int, Sequence, int]]:
         """Rows whose logits score the next token of a prompt, the sequence, and the number of that token."""
-        if all(one.scoring is None for one in (*single, *(chunk.sequence for chunk in longer))):
+        if all(sequence.scoring is None for sequence in (*single, *(chunk.sequence for chunk in longer))):
             return []
         rows = self._rows.sequences
         some = rows if order is None else [rows[number] for number in order]
-        chunks: list[Chunk | None] = [*(single.get(one) for one in some), *longer]
-        found: list[tuple[int, Sequence, int]] = []
+        chunks: list[Chunk | None] = [*(single.get(sequence) for sequence in some), *longer]
+        scored: list[tuple[int, Sequence, int]] = []
         row = 0
         for chunk in chunks:
             if chunk is not None:
                 sequence, shift = chunk.sequence, chunk.start + 1 - row
                 first, end = max(sequence.scores_from, chunk.start + 1), chunk.start + 1 + chunk.count
-                found += [(token - shift, sequence, token) for token in range(first, min(end, sequence.num_prompt))]
+                scored += [(token - shift, sequence, token) for token in range(first, min(end, sequence.num_prompt))]
             row += 1 if chunk is None else chunk.count
-        return found
+        return scored
 
     def _row_chunks(self, order: np.ndarray | None) -> list[Chunk]:
         sequences = self._rows.sequences

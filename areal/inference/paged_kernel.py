@@ -98,10 +98,10 @@ def trial_error(
     held, lengths = [[5, 2], [7], [1, 6, 0]], [block_size + 3, 1, 3 * block_size]
     table = torch.tensor([[5, 2, 5], [7, 7, 7], [1, 6, 0]], dtype=torch.int32, device=device)
     paged = paged_rows(kernel, table, torch.tensor(lengths, dtype=torch.int32, device=device), max(lengths))
-    found = paged.attend(queries, blocks, size, None, None)
+    attended = paged.attend(queries, blocks, size, None, None)
     errors: list[float] = []
     for row, (mine, length) in enumerate(zip(held, lengths, strict=True)):
         states = blocks[mine].flatten(0, 1)[:length].float().repeat_interleave(heads // kv_heads, dim=1).transpose(0, 1)
         exact = scaled_dot_product_attention(queries[row][:, None].float(), states[..., :size], states[..., size:])
-        errors.append((found[row].float() - exact[:, 0]).abs().max().item())
+        errors.append((attended[row].float() - exact[:, 0]).abs().max().item())
     return max(errors)

@@ -113,8 +113,8 @@ class Int4Groups:
     def product(self, states: Tensor, held: tuple[Tensor, ...]) -> Tensor:
         codes, scales = held
         if states.device.type == "cuda":
-            found = torch.ops.aten._weight_int4pack_mm(states.to(scales.dtype), codes, QUANTIZED_GROUP, scales)
-            return found.to(states.dtype)
+            product = torch.ops.aten._weight_int4pack_mm(states.to(scales.dtype), codes, QUANTIZED_GROUP, scales)
+            return product.to(states.dtype)
         return torch.ops.aten._weight_int4pack_mm_for_cpu(states, codes, QUANTIZED_GROUP, scales)
 
 
@@ -156,8 +156,8 @@ class Fp4Blocks:
         codes, scales, *whole = held
         scales = _powers(scales) if scales.dtype == torch.uint8 else widened(scales, states.dtype)
         blocks = _numbers(codes).to(states.dtype).unflatten(0, (-1, self._block)).mul_(scales[:, None])
-        found = states @ blocks.flatten(0, 1)
-        return found.mul_(whole[0]) if whole else found
+        product = states @ blocks.flatten(0, 1)
+        return product.mul_(whole[0]) if whole else product
 
 
 def _powers(exponents: Tensor) -> Tensor:
@@ -201,10 +201,10 @@ class QuantizedLinear(nn.Linear):
         return self.product(input)
 
     def product(self, states: Tensor) -> Tensor:
-        """Without what adapters add to `forward`. states [..., in] -> [..., out]."""
-        found = self.scheme.product(states.reshape(-1, self.in_features).contiguous(), self.held)
-        found = found if self.bias is None else found.add_(self.bias)
-        return found.view(*states.shape[:-1], self.out_features)
+        """The product without what adapters add to `forward`. states [..., in] -> [..., out]."""
+        product = self.scheme.product(states.reshape(-1, self.in_features).contiguous(), self.held)
+        product = product if self.bias is None else product.add_(self.bias)
+        return product.view(*states.shape[:-1], self.out_features)
 
 
 @torch.no_grad()
@@ -222,9 +222,9 @@ def quantize(model: PreTrainedModel, kind: str) -> None:
     if not names:
         raise ConfigError(quantization_refusal(kind, "no linear layers of a fitting size"), code="model.unsupported")
     for name in names:  # a weight is freed before the next one is quantized
-        path, _, own = name.rpartition(".")
+        path, _, last = name.rpartition(".")
         parent = decoder.get_submodule(path)
-        setattr(parent, own, QuantizedLinear(getattr(parent, own), scheme))
+        setattr(parent, last, QuantizedLinear(getattr(parent, last), scheme))
     layers = quantized_layers(model)
     before = sum(layer.weight.nbytes for layer in layers)
     after = sum(tensor.nbytes for layer in layers for tensor in layer.held)

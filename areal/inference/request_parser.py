@@ -65,11 +65,11 @@ class GenerateSettings(Body):
     logprob_start_len: Annotated[int, Field(ge=-1)] = -1
     """First token of the prompt whose log-probability is returned, at temperature 1; -1 = none is."""
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP)] = 0
-    """With it the likeliest tokens at each place of the prompt."""
+    """The answer has the likeliest tokens at each place of the prompt."""
     prompt_draws: Annotated[int, Field(ge=0, le=MAX_TOP)] = 0
-    """With it tokens that are drawn at each place of the prompt, at the temperature of the request."""
+    """The answer has tokens that are drawn at each place of the prompt, at the temperature of the request."""
     prompt_targets: Annotated[list[Ids], FailFast()] = field(default_factory=list[Ids])
-    """With it the log-probabilities of other tokens: row i is for token i + 1 of the prompt; -1 = none."""
+    """The answer has the log-probabilities of other tokens: row i is for token i + 1 of the prompt; -1 = none."""
     return_text: bool = False
     """Off by default, because decoding takes most of the time of a short request."""
     stream: bool = False
@@ -146,7 +146,7 @@ class BucketBody(ReceiveBody):
     """One broadcast for all names of a request; or all weights, or differences of them, for the copy in memory."""
     published: str = ""
     delta_bytes: dict[str, Annotated[int, Field(ge=1)]] = field(default_factory=dict[str, int])
-    """As in `areal.api.data.WeightUpdate`."""
+    """The same as in `areal.api.data.WeightUpdate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

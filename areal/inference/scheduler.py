@@ -379,13 +379,13 @@ class Scheduler:
                 sequence.blocks += blocks
                 self._grown.append(sequence)
             sequence.num_computed = computed + 1
-        self._ahead = [one for one in plan.decode if one not in left_out] if left_out else plan.decode
+        self._ahead = [sequence for sequence in plan.decode if sequence not in left_out] if left_out else plan.decode
 
     def _plan_others(self, plan: StepPlan, budget: int) -> int:
         """Add the running sequences that are not planned yet. Returns the tokens of the budget that are left."""
         planned = set(plan.decode)
         rows: list[Sequence] = []
-        for sequence in [one for one in self.running if one not in planned]:
+        for sequence in [sequence for sequence in self.running if sequence not in planned]:
             count = len(sequence.token_ids) - sequence.num_computed
             if sequence.status is not Status.RUNNING or not count:  # preempted for an older one
                 continue
@@ -541,13 +541,13 @@ class Scheduler:
         """Start a sequence whose tokens are all computed for `leader` in this step. False when blocks are lacking."""
         length = len(sequence.token_ids)
         num_whole = length // self._pool.block_size
-        own = self._pool.allocate(self._pool.blocks_for(length) - num_whole)
-        if own is None:
+        blocks = self._pool.allocate(self._pool.blocks_for(length) - num_whole)
+        if blocks is None:
             return False
         source = leader.sequence.blocks
         self._pool.share(source[:num_whole])
-        plan.copies_after += zip(source[num_whole:], own, strict=True)
-        self._mark_running(sequence, source[:num_whole] + own, length)
+        plan.copies_after += zip(source[num_whole:], blocks, strict=True)
+        self._mark_running(sequence, source[:num_whole] + blocks, length)
         leader.siblings.append(sequence)
         return True
 
@@ -570,11 +570,11 @@ class Scheduler:
                 return None
         shared = len(held) * self._pool.block_size
         count = self._within(sequence, shared, budget)
-        own = self._pool.allocate(self._pool.blocks_for(shared + count) - len(held))
-        if own is None:
+        blocks = self._pool.allocate(self._pool.blocks_for(shared + count) - len(held))
+        if blocks is None:
             self._pool.release(held)
             return None
-        self._mark_running(sequence, held + own, shared)
+        self._mark_running(sequence, held + blocks, shared)
         chunk = self._plan_chunk(plan, sequence, count)
         chunk.begins_from = begins_from
         if self._snapshots is not None and self.keeps_prefixes:

@@ -454,8 +454,8 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
         "random_seed",
         "log_level",
     )
-    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
-    native = replace(native, **given)
+    options = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    native = replace(native, **options)
     for name, sentence, *_ in native.problems():
         raise ConfigError(f"--{name.replace('_', '-')}: {sentence}", code="config.conflict")
     if not native.model_path:

@@ -28,7 +28,7 @@ class ImageFeatures:
 
     @property
     def num_bytes(self) -> int:
-        return sum(one.nbytes for one in (self.vectors, *self.deep))
+        return sum(tensor.nbytes for tensor in (self.vectors, *self.deep))
 
 
 class Vision:
@@ -68,12 +68,12 @@ class Vision:
         row = 0
         for chunk in chunks:
             for image, first, end in _images_in(chunk):
-                found = features[image.sha256]
+                computed = features[image.sha256]
                 rows = slice(row + first - chunk.start, row + end - chunk.start)
                 part = slice(first - image.start, end - image.start)
-                embeddings[0, rows] = found.vectors[part]
+                embeddings[0, rows] = computed.vectors[part]
                 is_image[0, rows] = True
-                deep.append(tuple(one[part] for one in found.deep))
+                deep.append(tuple(level[part] for level in computed.deep))
             if self.layout.has_3d_positions and chunk.start < chunk.sequence.image_end:
                 places = positions_of(chunk.sequence, chunk.start, chunk.start + chunk.count, self.layout)
                 positions[:, 0, row : row + chunk.count] = torch.from_numpy(places).to(positions.device)
@@ -95,9 +95,9 @@ class Vision:
         images = {image.sha256: image for chunk in chunks for image, _, _ in _images_in(chunk)}
         missing = [image for digest, image in images.items() if digest not in self._features]
         if missing:
-            for image, found in zip(missing, self._computed(missing), strict=True):
-                self._features[image.sha256] = found
-                self._num_bytes += found.num_bytes
+            for image, computed in zip(missing, self._computed(missing), strict=True):
+                self._features[image.sha256] = computed
+                self._num_bytes += computed.num_bytes
             self.num_computed += len(missing)
         for digest in images:
             self._features.move_to_end(digest)
@@ -112,12 +112,12 @@ class Vision:
         inputs = [patches[None] if layout.is_batched else patches]
         if layout.sizing == "multiple":
             inputs.append(torch.tensor([image.grid for image in images], device=device))
-        found = cast(Any, self._model.base_model).get_image_features(*inputs, return_dict=True)
-        vectors = torch.cat([each.flatten(0, -2) for each in found.pooler_output])
-        levels: list[Items[Tensor]] = list(getattr(found, "deepstack_features", None) or ())  # Qwen3-VL only
+        outputs = cast(Any, self._model.base_model).get_image_features(*inputs, return_dict=True)
+        vectors = torch.cat([each.flatten(0, -2) for each in outputs.pooler_output])
+        levels: list[Items[Tensor]] = list(getattr(outputs, "deepstack_features", None) or ())  # Qwen3-VL only
         return [
-            ImageFeatures(own.to(dtype), tuple(level[number].to(dtype) for level in levels))
-            for number, own in enumerate(vectors.split([image.count for image in images]))
+            ImageFeatures(vectors_of_image.to(dtype), tuple(level[number].to(dtype) for level in levels))
+            for number, vectors_of_image in enumerate(vectors.split([image.count for image in images]))
         ]
 
 
@@ -134,8 +134,10 @@ def _images_in(chunk: Chunk) -> list[tuple[PlacedImage, int, int]]:
     if chunk.start >= chunk.sequence.image_end:
         return []
     end = chunk.start + chunk.count
-    cut = [(one, max(one.start, chunk.start), min(one.start + one.count, end)) for one in chunk.sequence.images]
-    return [(one, first, last) for one, first, last in cut if first < last]
+    cut = [
+        (image, max(image.start, chunk.start), min(image.start + image.count, end)) for image in chunk.sequence.images
+    ]
+    return [(image, first, last) for image, first, last in cut if first < last]
 
 
 def placed_images(

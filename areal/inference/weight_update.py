@@ -43,7 +43,7 @@ class AdapterChanges:
 
     scale: float
     values: dict[str, Tensor]
-    """By the names of peft without their prefix."""
+    """Keys are the names of peft without their prefix."""
     device: torch.device
 
     @classmethod
@@ -163,7 +163,7 @@ class ServedWeights:
         """Exchange the weights of the model and those received. Without a copy, unless the latter are on the host."""
         received, self._received = self._received, {}
         self.merged, self._changes = self._changes, None
-        for target_id, target in {id(one): one for held in received.values() for one in held}.items():
+        for target_id, target in {id(tensor): tensor for held in received.values() for tensor in held}.items():
             second = self._second[target_id]
             if self._in_host_memory:
                 target.data.copy_(second, non_blocking=True)

@@ -92,9 +92,9 @@ def _unzigzag(coded: Words) -> Words:
 def _gap_bytes(gaps: NDArray[np.int64]) -> _Bytes:
     """Each gap as bytes of 255 and one smaller byte, whose sum it is."""
     ends = np.cumsum(gaps // _LARGEST_GAP + 1) - 1
-    found = np.full(int(ends[-1]) + 1, _LARGEST_GAP, np.uint8)
-    found[ends] = gaps % _LARGEST_GAP
-    return found
+    stored = np.full(int(ends[-1]) + 1, _LARGEST_GAP, np.uint8)
+    stored[ends] = gaps % _LARGEST_GAP
+    return stored
 
 
 def _places(gaps: _Bytes) -> NDArray[np.int64]:
@@ -237,17 +237,17 @@ _Changes = list[tuple[int, dict[int, list[_Block]]]]
 
 
 def _make(old: int, new: int, changes: _Changes, size: int, block_bytes: int, start: int) -> int:
-    found = 0
+    checksum = 0
     for begin in range(start, min(start + block_bytes, size), BLOCK_BYTES):
         content = _read(old, begin, min(begin + BLOCK_BYTES, size))
         for delta, blocks in changes:
             for piece, at, packed in blocks.get(begin, ()):
                 changed = content[piece.begin - begin : piece.end - begin]
                 apply(_read(delta, at, at + packed).data, words(changed, piece.width))
-        found = zlib.crc32(content.data, found)
+        checksum = zlib.crc32(content.data, checksum)
         if os.pwrite(new, content.data, begin) != len(content):
             raise OSError(errno.ENOSPC, "a block of weights was not written whole")
-    return found
+    return checksum
 
 
 def _listed(delta: int) -> dict[str, list[_Block]]:
@@ -259,19 +259,22 @@ def _listed(delta: int) -> dict[str, list[_Block]]:
 
 
 def _parsed(listed: memoryview) -> dict[str, list[_Block]]:
-    found: dict[str, Any] = json.loads(bytes(listed))
-    return {name: [_Block(Piece(*piece), at, packed) for piece, at, packed in blocks] for name, blocks in found.items()}
+    blocks_by_name: dict[str, Any] = json.loads(bytes(listed))
+    return {
+        name: [_Block(Piece(*piece), at, packed) for piece, at, packed in blocks]
+        for name, blocks in blocks_by_name.items()
+    }
 
 
 def _by_place(blocks: list[_Block], size: int) -> dict[int, list[_Block]]:
-    found: dict[int, list[_Block]] = {}
+    by_place: dict[int, list[_Block]] = {}
     for block in blocks:
         begin, end, _ = block.piece
         place = begin // BLOCK_BYTES * BLOCK_BYTES
         if not 0 <= begin < end <= min(place + BLOCK_BYTES, size):
             raise ValueError("a block lies outside of its file")
-        found.setdefault(place, []).append(block)
-    return found
+        by_place.setdefault(place, []).append(block)
+    return by_place
 
 
 def _opened(path: Path) -> io.FileIO:

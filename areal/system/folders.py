@@ -72,8 +72,8 @@ def _private(base: Path) -> Path:
     """Create `base` for this user alone."""
     with contextlib.suppress(FileExistsError):
         base.mkdir(mode=0o700)
-    found = base.lstat()
-    if not base.is_dir() or base.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = base.lstat()
+    if not base.is_dir() or base.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o022:
         message = f"{base} belongs to another user, or others can write to it: remove it, or set another TMPDIR"
         raise InputError(message, code="process.local_folder")
     return base
@@ -153,8 +153,8 @@ class FolderList:
     def from_bytes(cls, data: bytes) -> Self:
         """InputError unless it is a list whose names are those of files in one folder."""
         try:
-            found = json.loads(data)
-            made = cls(int(found["block_bytes"]), [ListedFile(**entry) for entry in found["files"]])
+            fields = json.loads(data)
+            made = cls(int(fields["block_bytes"]), [ListedFile(**entry) for entry in fields["files"]])
             for file in made.files:
                 plain = bool(file.name) and "/" not in file.name and not file.name.startswith(".")
                 if not plain or len(file.sums) != -(-file.num_bytes // made.block_bytes):
@@ -172,13 +172,13 @@ class FolderList:
 
 
 def _sum_at(path: Path, block_bytes: int, start: int) -> int:
-    found, rest = 0, block_bytes
+    checksum, rest = 0, block_bytes
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         while rest and (piece := file.read(min(rest, 2**20))):
-            found = zlib.crc32(piece, found)
+            checksum = zlib.crc32(piece, checksum)
             rest -= len(piece)
-    return found
+    return checksum
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -226,18 +226,18 @@ def folder_routes(
     """
 
     async def send_list(request: web.Request) -> web.StreamResponse:
-        found = find(request.match_info["name"])
-        if found is None or (found.write is None and not found.path.is_dir()):
+        offered = find(request.match_info["name"])
+        if offered is None or (offered.write is None and not offered.path.is_dir()):
             return error(404, "this folder is not served, or not any more", "weights.not_served")
-        return web.Response(body=found.list_bytes, content_type="application/json")
+        return web.Response(body=offered.list_bytes, content_type="application/json")
 
     async def send_file(request: web.Request) -> web.StreamResponse:
-        found, index = find(request.match_info["name"]), request.match_info["index"]
-        if found is None or not index.isdecimal() or int(index) >= len(found.listed.files):
+        offered, index = find(request.match_info["name"]), request.match_info["index"]
+        if offered is None or not index.isdecimal() or int(index) >= len(offered.listed.files):
             return error(404, "this file is not served", "weights.not_served")
-        if found.write is not None:
-            await asyncio.to_thread(found.write)
-        path = found.path / found.listed.files[int(index)].name
+        if offered.write is not None:
+            await asyncio.to_thread(offered.write)
+        path = offered.path / offered.listed.files[int(index)].name
         if not path.is_file():
             return error(404, "this folder is not served any more", "weights.not_served")
         return web.FileResponse(path)
@@ -266,9 +266,9 @@ class FolderServer:
         those that `write` has made or still can make."""
         listed = listed or FolderList.of(folder)
         name = listed.name(folder.name)
-        found = self._offered | {name: OfferedFolder(folder, listed, listed.to_bytes(), write)}
-        kept = [name for name, entry in found.items() if entry.write is not None][-KEPT:]
-        self._offered = {name: entry for name, entry in found.items() if name in kept or entry.path.is_dir()}
+        folders = self._offered | {name: OfferedFolder(folder, listed, listed.to_bytes(), write)}
+        kept = [name for name, entry in folders.items() if entry.write is not None][-KEPT:]
+        self._offered = {name: entry for name, entry in folders.items() if name in kept or entry.path.is_dir()}
         return f"{self.address}/{name}"
 
     def close(self) -> None:
@@ -422,10 +422,12 @@ class FolderPuller:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             sizes = {file.name: file.num_bytes for file in listed.files}
-            found = rebuild(base, [path / DELTA_FILE for path in fetched], folder, sizes, listed.block_bytes)
+            sums = rebuild(base, [path / DELTA_FILE for path in fetched], folder, sizes, listed.block_bytes)
             for file in listed.files:
-                pairs = zip(file.sums, found[file.name], strict=True)
-                num_equal = next((number for number, (one, other) in enumerate(pairs) if one != other), len(file.sums))
+                pairs = zip(file.sums, sums[file.name], strict=True)
+                num_equal = next(
+                    (number for number, (left, right) in enumerate(pairs) if left != right), len(file.sums)
+                )
                 whole.proven[file.name] = min(num_equal * listed.block_bytes, file.num_bytes)
         except ArealError as error:
             return str(error)
@@ -457,8 +459,8 @@ class FolderPuller:
         Returns why it was not made although there was an earlier one. OSError when differences cannot be written."""
         root, names = final.parent, list(deltas)
         base, files = self._newest_base(url, root, deltas), dict[str, NDArray[np.uint8]]()
-        own = "" if self.held is None else self.held.offered.path.name
-        if self.held is not None and own in names and (base is None or names.index(base.name) <= names.index(own)):
+        held = "" if self.held is None else self.held.offered.path.name
+        if self.held is not None and held in names and (base is None or names.index(base.name) <= names.index(held)):
             base, files = self.held.offered.path, self.held.files
         if base is None:
             return ""
@@ -488,12 +490,12 @@ class FolderPuller:
         with contextlib.ExitStack() as opened:
             with _pulling(root, lambda: False):
                 paths = self._fetch(root, _since(base, deltas), transfers)
-                found = [opened.enter_context(open(path / DELTA_FILE, "rb")) for path in paths]
+                files = [opened.enter_context(open(path / DELTA_FILE, "rb")) for path in paths]
                 used = {url.rpartition("/")[2] for url in deltas.values()}
                 for path in root.glob(f"*{DELTA}*"):
                     if path.name not in used:
                         shutil.rmtree(path, ignore_errors=True)
-            yield found
+            yield files
 
     def _is_held(self, folder: Path) -> bool:
         return (held := self.held) is not None and held.offered.path == folder
@@ -610,11 +612,11 @@ def unfinished(final: Path) -> Path:
 def _remove_old(root: Path, newest: Path, *, differences: bool = True) -> None:
     """Remove old versions, and what killed processes left. No other process may be pulling. `differences`: these too.
     Other processes may make their versions from them."""
-    found = [path for path in root.iterdir() if path.is_dir() and path != newest]
-    found = [path for path in found if differences or DELTA not in path.name]
-    versions = [path for path in found if not path.name.startswith((".", DELTA)) and is_complete(path)]
+    paths = [path for path in root.iterdir() if path.is_dir() and path != newest]
+    paths = [path for path in paths if differences or DELTA not in path.name]
+    versions = [path for path in paths if not path.name.startswith((".", DELTA)) and is_complete(path)]
     kept = sorted(versions, key=lambda path: path.stat().st_mtime)[-(KEPT - 1) :]
-    for path in found:
+    for path in paths:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -783,8 +785,8 @@ class _Blocks:
                 self._end_block()
 
     def _end_block(self) -> None:
-        found, self._sum = self._sum, 0
-        if found != self._listed.sums[self.verified]:
+        checksum, self._sum = self._sum, 0
+        if checksum != self._listed.sums[self.verified]:
             number = self.verified
             self._truncate()
             raise _Cut(f"block {number} of {self._listed.name} has a wrong checksum")

@@ -207,9 +207,9 @@ class CollectiveChannel:
             group_name = f"weights-{uuid.uuid4().hex}"
             self._store = serve_store(Host(), self._token, timeout_s=JOIN_TIMEOUT_S)
             if not is_loopback(host.bind):
-                own = {host.bind, host.advertise}
+                addresses = {host.bind, host.advertise}
                 self._relay = MachineRelay(
-                    listen(host, self._token), lambda peer: peer in own or self._may_join(peer), self._store.port
+                    listen(host, self._token), lambda peer: peer in addresses or self._may_join(peer), self._store.port
                 )
         else:
             group_name = self._group.group_name

@@ -47,7 +47,7 @@ class WeightsChecksum:
 
     def hexdigest(self) -> str:
         """Return the checksum of all weights added."""
-        sums = torch.stack([found.cpu() for found in self._sums.values()]).tolist() if self._sums else []
+        sums = torch.stack([total.cpu() for total in self._sums.values()]).tolist() if self._sums else []
         lines = sorted(f"{label} {value}\n" for label, value in zip(self._sums, sums, strict=True))
         return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()
 
@@ -226,16 +226,16 @@ def write_own_files(
     folder: Path, weights: Iterable[tuple[str, Tensor]], files: Mapping[str, list[str]], rank: int, num_writers: int
 ) -> None:
     """Write the files of this rank. All `weights` are read, also after an OSError: they may come from collectives."""
-    own = {name: file for file in list(files)[rank::num_writers] for name in files[file]}
+    file_of = {name: file for file in list(files)[rank::num_writers] for name in files[file]}
     pending: dict[str, Tensor] = {}
     error: OSError | None = None
     for name, weight in weights:
-        if error is not None or name not in own:
+        if error is not None or name not in file_of:
             continue
         pending[name] = weight.detach().cpu()
-        if len(pending) == len(files[own[name]]):
+        if len(pending) == len(files[file_of[name]]):
             try:
-                write_tensors(folder / own[name], pending)
+                write_tensors(folder / file_of[name], pending)
             except OSError as failure:
                 error = failure
             pending = {}

@@ -89,10 +89,10 @@ class WeightImage:
 
     def checksum(self) -> str:
         """After `take`: the checksum of the weights."""
-        found = WeightsChecksum()
+        sums = WeightsChecksum()
         for name, weight in self.weights():
-            found.add(name, weight)
-        return found.hexdigest()
+            sums.add(name, weight)
+        return sums.hexdigest()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights, as tensors over the bytes of this image."""
