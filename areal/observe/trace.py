@@ -156,13 +156,13 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 def joined(intervals: Iterable[Interval]) -> list[Interval]:
     """The union of the intervals, in order."""
-    found: list[Interval] = []
+    union: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if union and start <= union[-1][1]:
+            union[-1] = union[-1][0], max(end, union[-1][1])
         else:
-            found.append((start, end))
-    return found
+            union.append((start, end))
+    return union
 
 
 _FLUSH_EVENTS = 1000

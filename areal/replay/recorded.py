@@ -178,17 +178,21 @@ class StepComparison:
     step: int  # Steps done.
     weights: bool | None  # Whether the checksums are equal; None = the run recorded none.
     live: Row  # The run's metrics; empty = it has none of this step.
-    own: Row
+    replayed: Row
 
     @classmethod
-    def of(cls, step: int, recorded_weights: str, live: Row | None, own: Row) -> "StepComparison":
-        weights = own["weights"] == recorded_weights if recorded_weights else None
-        return cls(step=step, weights=weights, live=live or {}, own=own)
+    def of(cls, step: int, recorded_weights: str, live: Row | None, replayed: Row) -> "StepComparison":
+        weights = replayed["weights"] == recorded_weights if recorded_weights else None
+        return cls(step=step, weights=weights, live=live or {}, replayed=replayed)
 
     @property
     def exact(self) -> dict[str, tuple[Any, Any]]:
         """The metrics in EXACT that both have: live, replayed."""
-        return {name: (self.live[name], self.own[name]) for name in EXACT if name in self.live and name in self.own}
+        return {
+            name: (self.live[name], self.replayed[name])
+            for name in EXACT
+            if name in self.live and name in self.replayed
+        }
 
     @property
     def different(self) -> list[str]:
@@ -197,15 +201,15 @@ class StepComparison:
     def line(self) -> str:
         """What is equal and what differs."""
         weights = {True: "weights equal", False: f"weights DIFFER at step {self.step}", None: "weights not recorded"}
-        equal = [name for name, (live, own) in self.exact.items() if live == own]
+        equal = [name for name, (a, b) in self.exact.items() if a == b]
         parts = [weights[self.weights]] + [", ".join(equal) + " equal"] * bool(equal)
         parts += [f"{name} DIFFERS (live {a}, replay {b})" for name, (a, b) in self.exact.items() if a != b]
         return f"step {self.step}: " + "; ".join(parts)
 
     def facts(self) -> dict[str, Any]:
         """What the run and the replay measured, for --json."""
-        names = [name for name in SHOWN if name in self.own or name in self.live]
-        values = {name: {"run": self.live.get(name), "replay": self.own.get(name)} for name in names}
+        names = [name for name in SHOWN if name in self.replayed or name in self.live]
+        values = {name: {"run": self.live.get(name), "replay": self.replayed.get(name)} for name in names}
         return {"step": self.step, "weights_equal": self.weights, "different": self.different, "metrics": values}
 
 
@@ -224,11 +228,11 @@ class Comparison:
             return [step.line()]
         lines: list[str] = []
         if len(self.steps) == 1:
-            self._columns = [name for name in SHOWN if name in step.own or name in step.live]
+            self._columns = [name for name in SHOWN if name in step.replayed or name in step.live]
             titles = [f"{SHOWN[name]:^{2 * _WIDTH + 1}}" for name in self._columns]
             below = [f"{'live':>{_WIDTH}} {'replay':>{_WIDTH}}" for _ in self._columns]
             lines = ["      | " + " | ".join(titles), " step | " + " | ".join(below)]
-        pairs = [(step.live.get(name), step.own.get(name)) for name in self._columns]
+        pairs = [(step.live.get(name), step.replayed.get(name)) for name in self._columns]
         cells = [
             " ".join(f"{'-' if value is None else format(value, '.5g'):>{_WIDTH}}" for value in pair) for pair in pairs
         ]
@@ -252,10 +256,10 @@ class Comparison:
             return f"nothing to compare with: {text}" if self.is_equal is None else f"equal: {text}"
         lines = [f"means over {len(self.steps)} steps:"]
         for name in self._columns:
-            pairs = [(step.live.get(name), step.own.get(name)) for step in self.steps]
+            pairs = [(step.live.get(name), step.replayed.get(name)) for step in self.steps]
             if both := [(a, b) for a, b in pairs if a is not None and b is not None]:
-                live, own = fmean(a for a, _ in both), fmean(b for _, b in both)
-                lines.append(f"  {SHOWN[name]}: live {live:.6g}, replay {own:.6g} ({own - live:+.3g})")
+                live, replay = fmean(a for a, _ in both), fmean(b for _, b in both)
+                lines.append(f"  {SHOWN[name]}: live {live:.6g}, replay {replay:.6g} ({replay - live:+.3g})")
         other = next((step.step for step in self.steps if step.weights is False), None)
         return "\n".join([*lines, f"weights: {f'different from step {other} on' if other else 'equal at every step'}"])
 
@@ -300,7 +304,7 @@ class Report:
         return 0 if not self._is_exact or is_equal else 2 if is_equal is None else 1
 
     def _pace(self) -> str:
-        seconds = [step.own["seconds/step"] for step in self._compared.steps]
+        seconds = [step.replayed["seconds/step"] for step in self._compared.steps]
         if not seconds:
             return "the models are loading"
         live = [row["seconds/step"] for step, row in self._live.items() if step > self._order.start_step]

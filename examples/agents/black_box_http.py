@@ -31,8 +31,8 @@ OPENAI_TOOL = {"type": "function", "function": {"name": NAME, "description": DES
 
 
 def calculator(arguments: dict[str, Any]) -> str:
-    found = re.fullmatch(r"(\d{1,4})\*(\d{1,4})", str(arguments.get("expression")))
-    return str(int(found[1]) * int(found[2])) if found else "error"
+    match = re.fullmatch(r"(\d{1,4})\*(\d{1,4})", str(arguments.get("expression")))
+    return str(int(match[1]) * int(match[2])) if match else "error"
 
 
 def post(url: str, body: dict[str, Any], key: dict[str, str]) -> dict[str, Any]:
@@ -58,11 +58,11 @@ def anthropic_turn(messages: Messages) -> tuple[str, Messages]:
     body = {"model": "policy", "max_tokens": 64, "messages": messages, "tools": [TOOL]}
     content = post(f"{ADDRESS}/v1/messages", body, {"x-api-key": KEY})["content"]
     results = [
-        {"type": "tool_result", "tool_use_id": one["id"], "content": calculator(one["input"])}
-        for one in content
-        if one["type"] == "tool_use"
+        {"type": "tool_result", "tool_use_id": block["id"], "content": calculator(block["input"])}
+        for block in content
+        if block["type"] == "tool_use"
     ]
-    text = "".join(one["text"] for one in content if one["type"] == "text")
+    text = "".join(block["text"] for block in content if block["type"] == "text")
     return text, [{"role": "assistant", "content": content}, {"role": "user", "content": results}] if results else []
 
 

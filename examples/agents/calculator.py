@@ -15,8 +15,8 @@ BUDGET_CODES = ("agent.turn_budget", "agent.token_budget", "agent.prompt_too_lon
 
 def calculator(expression: str) -> str:
     """The value of a product of two numbers."""
-    found = re.fullmatch(r"(\d{1,4})\*(\d{1,4})", expression)
-    return str(int(found[1]) * int(found[2])) if found else "error"
+    match = re.fullmatch(r"(\d{1,4})\*(\d{1,4})", expression)
+    return str(int(match[1]) * int(match[2])) if match else "error"
 
 
 TOOL = {

@@ -31,7 +31,7 @@ def products(count: int, seed: int) -> list[Row]:
     """Products of two numbers of two digits."""
     rng = random.Random(seed)
     pairs = [(rng.randrange(32, 100), rng.randrange(32, 100)) for _ in range(count)]
-    return [{"question": f"What is {one}*{other}?", "answer": str(one * other)} for one, other in pairs]
+    return [{"question": f"What is {left}*{other}?", "answer": str(left * other)} for left, other in pairs]
 
 
 def guess_or(call: str, rng: random.Random) -> str:
@@ -69,27 +69,27 @@ def documents(seed: int) -> list[Row]:
 def search_questions(count: int, seed: int, corpus: list[Row], file: Path) -> list[Row]:
     """Questions about documents. The row names the corpus, which the agent's tools read."""
     rng = random.Random(seed)
-    found = [rng.choice(corpus) for _ in range(count)]
-    return [{"question": f"Code of {one['name']}?", "answer": one["code"], "corpus": str(file)} for one in found]
+    chosen = [rng.choice(corpus) for _ in range(count)]
+    return [{"question": f"Code of {page['name']}?", "answer": page["code"], "corpus": str(file)} for page in chosen]
 
 
 def search_warm_up(count: int, seed: int) -> list[Row]:
-    """The form of dialogues about documents of another corpus: guesses, both calls, and the code in a document."""
+    """The form of dialogues about documents of another corpus: guesses, both calls, and the code in a page."""
     rng = random.Random(seed)
     rows: list[Row] = []
     while len(rows) < count:
-        for one in documents(rng.randrange(1 << 30))[: count - len(rows)]:
-            asked = f"<|tools|>search open <|end|><|user|>Code of {one['name']}?<|end|><|assistant|>"
-            search = f"{SEARCH}{one['name']}{END_CALL}</tool_call>"
-            found = f"{asked}<tool_call>{search}<|end|><|tool|>{one['doc']}<|end|><|assistant|>"
-            opening = f"{OPEN}{one['doc']}{END_CALL}</tool_call>"
-            opened = f"{found}<tool_call>{opening}<|end|><|tool|>{one['name']}: {one['code']}<|end|><|assistant|>"
+        for page in documents(rng.randrange(1 << 30))[: count - len(rows)]:
+            asked = f"<|tools|>search open <|end|><|user|>Code of {page['name']}?<|end|><|assistant|>"
+            search = f"{SEARCH}{page['name']}{END_CALL}</tool_call>"
+            searched = f"{asked}<tool_call>{search}<|end|><|tool|>{page['doc']}<|end|><|assistant|>"
+            opening = f"{OPEN}{page['doc']}{END_CALL}</tool_call>"
+            opened = f"{searched}<tool_call>{opening}<|end|><|tool|>{page['name']}: {page['code']}<|end|><|assistant|>"
             turns = [
-                (opened, one["code"]),
+                (opened, page["code"]),
                 (f"{asked}<tool_call>", search),
-                (f"{found}<tool_call>", opening),
+                (f"{searched}<tool_call>", opening),
                 (asked, guess_or(search, rng)),
-                (found, guess_or(opening, rng) if rng.randrange(2) else f"<tool_call>{opening}"),
+                (searched, guess_or(opening, rng) if rng.randrange(2) else f"<tool_call>{opening}"),
             ]
             prompt, answer = turns[len(rows) % 5]
             rows.append({"prompt": prompt, "answer": answer})
@@ -116,7 +116,7 @@ def main() -> None:
         train, held_out = products(NUM_TRAIN, seed + 2), products(NUM_HELD_OUT, seed + 3)
     else:
         corpus, file = documents(seed), folder / "corpus.jsonl"
-        write_rows(file, [{"doc": one["doc"], "text": f"{one['name']}: {one['code']}"} for one in corpus])
+        write_rows(file, [{"doc": page["doc"], "text": f"{page['name']}: {page['code']}"} for page in corpus])
         warm_up = search_warm_up(NUM_WARM_UP, seed + 1)
         train = search_questions(NUM_TRAIN, seed + 2, corpus[NUM_HELD_OUT_DOCUMENTS:], file)
         held_out = search_questions(NUM_HELD_OUT, seed + 3, corpus[:NUM_HELD_OUT_DOCUMENTS], file)

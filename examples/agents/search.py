@@ -39,22 +39,22 @@ class Search:
     async def run(self, row: dict[str, Any], client: AsyncOpenAI, session: Any) -> dict[str, float]:
         """One episode: the reward is 1 for the right answer; `opened` is the share of sessions with the right text."""
         texts, messages = corpus(row["corpus"]), [{"role": "user", "content": row["question"]}]
-        found = {"reward": 0.0, "opened": 0.0}
+        rewards = {"reward": 0.0, "opened": 0.0}
         try:
             for _ in range(MAX_TURNS):
                 completion = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
                 answer = completion.choices[0].message
                 if not answer.tool_calls:
-                    return found | {"reward": float((answer.content or "").strip() == row["answer"])}
+                    return rewards | {"reward": float((answer.content or "").strip() == row["answer"])}
                 messages.append(answer)
                 for call in answer.tool_calls:
                     text = self.result(call.function, texts)
-                    found["opened"] = max(found["opened"], float(row["answer"] in text))
+                    rewards["opened"] = max(rewards["opened"], float(row["answer"] in text))
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
         except BadRequestError as error:
             if error.code not in BUDGET_CODES:
                 raise
-        return found
+        return rewards
 
     def result(self, function: Any, texts: dict[str, str]) -> str:
         """What a tool answers. The policy reads what is wrong with a call."""

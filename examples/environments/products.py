@@ -22,8 +22,8 @@ class Calculator(vf.Toolset[vf.ToolsetConfig, vf.State]):
     @vf.tool
     async def calculator(self, expression: str) -> str:
         """The value of a product of two numbers."""
-        found = re.fullmatch(r"(\d{1,4})\*(\d{1,4})", expression)
-        return str(int(found[1]) * int(found[2])) if found else "error"
+        match = re.fullmatch(r"(\d{1,4})\*(\d{1,4})", expression)
+        return str(int(match[1]) * int(match[2])) if match else "error"
 
 
 class ProductData(vf.TaskData):
@@ -50,8 +50,8 @@ class ProductsTaskset(vf.Taskset[ProductTask, vf.TasksetConfig]):
     def load(self) -> Iterator[ProductTask]:
         rng = random.Random(0)
         while True:
-            one, other = rng.randrange(32, 100), rng.randrange(32, 100)
-            data = ProductData(prompt=f"What is {one}*{other}?", answer=str(one * other))
+            left, other = rng.randrange(32, 100), rng.randrange(32, 100)
+            data = ProductData(prompt=f"What is {left}*{other}?", answer=str(left * other))
             yield ProductTask(data, self.config.task)
 
 

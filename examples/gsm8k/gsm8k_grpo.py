@@ -11,8 +11,8 @@ from areal.reward.math_answer import answers_equal, extract_answer
 
 def gsm8k_reward(prompt, completion, prompt_ids, completion_ids, answer, **row):
     """1 when the final number of the completion is that of the dataset's `answer`; runs in a worker process."""
-    given, wanted = extract_answer(completion), extract_answer(answer)
-    return float(given is not None and answers_equal(given, wanted))
+    answered, wanted = extract_answer(completion), extract_answer(answer)
+    return float(answered is not None and answers_equal(answered, wanted))
 
 
 def main(argv: list[str]) -> None:

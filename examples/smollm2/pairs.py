@@ -15,21 +15,23 @@ NUM_PAIRS, NUM_HELD_OUT_PAIRS = 256, 96
 
 def rendered(messages: list[dict[str, str]]) -> str:
     """The prompt as the chat template of the model writes it."""
-    turns = [f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages]
+    turns = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages]
     return "".join(turns) + "<|im_start|>assistant\n"
 
 
 def pairs(count: int, *, seed: int, held_out: bool) -> list[dict[str, str]]:
     """The right answer is chosen; the same with one value of another person is rejected."""
     rows = task.make_rows(2 * count, seed=seed, held_out=held_out)
-    found: list[dict[str, str]] = []
+    preference_pairs: list[dict[str, str]] = []
     for row, other in zip(rows[:count], rows[count:], strict=True):
         answer, wrong = json.loads(row["answer"]), json.loads(other["answer"])
         key = next((key for key in answer if wrong.get(key, answer[key]) != answer[key]), "")
         if key:
             rejected = json.dumps(answer | {key: wrong[key]})
-            found.append({"prompt": rendered(row["messages"]), "chosen": row["answer"], "rejected": rejected})
-    return found
+            preference_pairs.append(
+                {"prompt": rendered(row["messages"]), "chosen": row["answer"], "rejected": rejected}
+            )
+    return preference_pairs
 
 
 def rows_of(seed: int) -> dict[str, list[dict[str, Any]]]:

@@ -71,13 +71,13 @@ def accuracy(answers: list[dict[str, Any]]) -> tuple[float, float]:
 
 def by_factor(answers: list[dict[str, Any]]) -> dict[str, float]:
     sources = sorted({answer["source"] for answer in answers})
-    return {source: accuracy([one for one in answers if one["source"] == source])[0] for source in sources}
+    return {source: accuracy([answer for answer in answers if answer["source"] == source])[0] for source in sources}
 
 
 def show(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
     """The first answers to a row of each number of keys from 2 on."""
     for row in range(1, 1 + NUM_SHOWN):
-        first, last = (next(one for one in answers if one["row"] == row) for answers in (before, after))
+        first, last = (next(answer for answer in answers if answer["row"] == row) for answers in (before, after))
         print(f"\nprompt: {first['data']['messages'][-1]['content']}", file=sys.stderr)
         print(f"  before: {first['output']!r}\n  after:  {last['output']!r}", file=sys.stderr)
 

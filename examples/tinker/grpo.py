@@ -28,7 +28,7 @@ RANK = 64
 
 
 def encode(text: str) -> list[int]:
-    return [CHARACTERS.index(one) for one in text]
+    return [CHARACTERS.index(character) for character in text]
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -63,7 +63,7 @@ class Loop:
         sampler = self.client.save_weights_and_get_sampling_client()
         settings = types.SamplingParams(max_tokens=8, temperature=1.0, stop=[END])
         prompts = [types.ModelInput.from_ints(encode(row["prompt"])) for row in rows]
-        futures = [sampler.sample(one, num_samples=samples, sampling_params=settings) for one in prompts]
+        futures = [sampler.sample(prompt, num_samples=samples, sampling_params=settings) for prompt in prompts]
         return [future.result().sequences for future in futures]
 
     def policy_data(self, rows: list[dict[str, str]]) -> tuple[list[types.Datum], float]:
@@ -71,11 +71,11 @@ class Loop:
         data: list[types.Datum] = []
         rewards: list[float] = []
         for row, answers in zip(rows, self.sampled(rows, self.samples), strict=True):
-            group = [reward(one.tokens, row) for one in answers]
+            group = [reward(answer.tokens, row) for answer in answers]
             rewards += group
             mean, scale = fmean(group), pstdev(group)
-            for answer, one in zip(answers, group, strict=True) if scale else ():
-                advantage = (one - mean) / scale / len(answer.tokens) / len(rows)
+            for answer, value in zip(answers, group, strict=True) if scale else ():
+                advantage = (value - mean) / scale / len(answer.tokens) / len(rows)
                 count = len(answer.tokens)
                 data.append(
                     datum(
@@ -89,8 +89,8 @@ class Loop:
 
     def held_out(self, rows: list[dict[str, str]]) -> float:
         """The sampled reward, one answer to each prompt."""
-        found = self.sampled(rows, 1)
-        return fmean(reward(answers[0].tokens, row) for answers, row in zip(found, rows, strict=True))
+        samples = self.sampled(rows, 1)
+        return fmean(reward(answers[0].tokens, row) for answers, row in zip(samples, rows, strict=True))
 
 
 def reward(tokens: list[int], row: dict[str, str]) -> float:

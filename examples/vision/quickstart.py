@@ -46,14 +46,14 @@ def main() -> None:
     }
     rows = [json.loads(line) for line in (folder / "grpo" / "metrics.jsonl").read_text().splitlines()]
     evaluated = [row["eval/greedy/reward"] for row in rows if "eval/greedy/reward" in row]
-    found = {
+    result = {
         "accuracy_before": evaluated[0],
         "accuracy_after": evaluated[-1],
         "seconds_total": round(sum(seconds.values()), 1),
         **{f"seconds_{stage}": round(value, 1) for stage, value in seconds.items() if stage != "prepare"},
         "steps": int(rows[-1]["step"]),
     }
-    print(json.dumps(found))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

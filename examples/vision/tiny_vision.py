@@ -61,7 +61,7 @@ def tiny_vision_model(tokenizer: Any, seed: int, *, initializer_range: float = 0
 
 def write_image_processor(folder: Path, *, max_pixels: int = 56 * 56) -> None:
     """The files of the image processor and the video processor of `tiny_vision_model`."""
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "size": {"shortest_edge": 28 * 28, "longest_edge": max_pixels},
         "patch_size": 14,
         "temporal_patch_size": 2,
@@ -72,4 +72,4 @@ def write_image_processor(folder: Path, *, max_pixels: int = 56 * 56) -> None:
     }
     kinds = {"preprocessor": "image_processor_type", "video_preprocessor": "video_processor_type"}
     for (name, kind), value in zip(kinds.items(), ("Qwen2VLImageProcessorFast", "Qwen3VLVideoProcessor"), strict=True):
-        (folder / f"{name}_config.json").write_text(json.dumps(found | {kind: value}, indent=2))
+        (folder / f"{name}_config.json").write_text(json.dumps(settings | {kind: value}, indent=2))

@@ -20,8 +20,8 @@ def problems(count: int, seed: int) -> Iterator[tuple[str, str]]:
     """Pairs of a sum such as `31+15` and its value."""
     rng = random.Random(seed)
     for _ in range(count):
-        one, other = rng.randrange(10, 50), rng.randrange(10, 50)
-        yield f"{one}+{other}", str(one + other)
+        left, other = rng.randrange(10, 50), rng.randrange(10, 50)
+        yield f"{left}+{other}", str(left + other)
 
 
 def warm_up_rows(count: int, seed: int) -> Iterator[dict[str, str]]:
@@ -50,8 +50,8 @@ def main() -> None:
         "train": [{"prompt": f"{text}=", "answer": value} for text, value in problems(4096, args.seed + 2)],
         "held_out": [{"prompt": f"{text}=", "answer": value} for text, value in problems(128, args.seed + 3)],
     }
-    for name, found in rows.items():
-        (args.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    for name, rows_of_file in rows.items():
+        (args.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of_file))
 
 
 if __name__ == "__main__":

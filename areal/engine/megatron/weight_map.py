@@ -219,22 +219,22 @@ class _Layer:
         keys_and_values = heads * (config.qk_nope_head_dim + config.v_head_dim)
         split = 0 if self._splits_latents else None
 
-        def one(ours: str, theirs: str, *shape: int, split: int | None = None) -> MappedWeight:
+        def weight(ours: str, theirs: str, *shape: int, split: int | None = None) -> MappedWeight:
             return self.weight(f"self_attention.{ours}.weight", (f"self_attn.{theirs}.weight", shape), split=split)
 
-        mapped = [one("linear_q_proj", "q_proj", queries, hidden, split=0)]
+        mapped = [weight("linear_q_proj", "q_proj", queries, hidden, split=0)]
         if rank is not None:
             mapped = [
-                one("linear_q_down_proj", "q_a_proj", rank, hidden, split=split),
-                one("q_layernorm", "q_a_layernorm", rank),
-                one("linear_q_up_proj", "q_b_proj", queries, rank, split=0),
+                weight("linear_q_down_proj", "q_a_proj", rank, hidden, split=split),
+                weight("q_layernorm", "q_a_layernorm", rank),
+                weight("linear_q_up_proj", "q_b_proj", queries, rank, split=0),
             ]
         return [
             *mapped,
-            one("linear_kv_down_proj", "kv_a_proj_with_mqa", latents + config.qk_rope_head_dim, hidden, split=split),
-            one("kv_layernorm", "kv_a_layernorm", latents),
-            one("linear_kv_up_proj", "kv_b_proj", keys_and_values, latents, split=0),
-            one("linear_proj", "o_proj", hidden, heads * config.v_head_dim, split=1),
+            weight("linear_kv_down_proj", "kv_a_proj_with_mqa", latents + config.qk_rope_head_dim, hidden, split=split),
+            weight("kv_layernorm", "kv_a_layernorm", latents),
+            weight("linear_kv_up_proj", "kv_b_proj", keys_and_values, latents, split=0),
+            weight("linear_proj", "o_proj", hidden, heads * config.v_head_dim, split=1),
         ]
 
     def mlp(
