@@ -1,9 +1,10 @@
-"""Finds terms that have another name in this project, and prints each with its file and line. Run by `make lint`; the
-exit code is 1 if there is one.
+"""Finds terms that have another name in this project, and variables with a name that says nothing; prints each with its
+file and line. Run by `make lint`; the exit code is 1 if there is one.
 
 docs/README.md has the terms of the project, CONTRIBUTING.md the style.
 """
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,9 @@ PATTERNS = {
     for phrase, use in INSTEAD.items()
 }
 
+NAMELESS = {"found", "one", "own", "given"}
+"""Names of variables and parameters that say nothing of what these hold: use a term of the field."""
+
 
 def sources() -> Iterator[Path]:
     for folder, names in SOURCES.items():
@@ -48,6 +52,18 @@ def findings(path: Path) -> Iterator[str]:
         for match in pattern.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
             yield f"{path.relative_to(ROOT)}:{line}: {match[0]!r}: write instead: {use}"
+    for line, name in variables(text) if path.suffix == ".py" else ():
+        if name in NAMELESS:
+            yield f"{path.relative_to(ROOT)}:{line}: {name!r}: name the variable after what it holds"
+
+
+def variables(text: str) -> Iterator[tuple[int, str]]:
+    """Line and name of each assignment and parameter."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
 
 
 def main() -> int:

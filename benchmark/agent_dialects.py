@@ -65,15 +65,15 @@ def us_of(function: Callable[[], object], seconds: float = 0.3) -> float:
 
 def measure(turns: int) -> dict[str, dict[str, float]]:
     """Dialect -> microseconds to parse a request, and to write the reply whole and as events."""
-    found: dict[str, dict[str, float]] = {}
+    seconds: dict[str, dict[str, float]] = {}
     for dialect, data in bodies(turns).items():
         asked = dialect.parse(orjson.loads(data))
-        found[dialect.name] = {
+        seconds[dialect.name] = {
             "parse_us": round(us_of(lambda data=data, dialect=dialect: _parsed(dialect, data)), 1),
             "reply_us": round(us_of(lambda d=dialect, a=asked: orjson.dumps(d.reply(a, [ANSWER], SENT))), 1),
             "events_us": round(us_of(lambda d=dialect, a=asked: b"".join(d.stream(a, SENT)([ANSWER]))), 1),
         }
-    return found
+    return seconds
 
 
 def _parsed(dialect: Dialect, data: bytes) -> object:

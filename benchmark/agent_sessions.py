@@ -294,7 +294,7 @@ async def history(dialogues: int, turns: int) -> dict[str, float]:
         "prefilled_ratio": round((figures["computed_tokens_total"] - decoded) / (dialogues * turns * _ADDED), 3),
         "first_turn_ms": round(seconds[0] * 1e3, 1),
         "last_turn_ms": round(seconds[-1] * 1e3, 1),
-        "equal_answers": sum(one == other for one, other in zip(answers, again, strict=True)) / len(answers),
+        "equal_answers": sum(answer == other for answer, other in zip(answers, again, strict=True)) / len(answers),
     }
 
 
@@ -309,19 +309,17 @@ def main() -> None:
     parser.add_argument("--versus", metavar="REV", help="of --history: a commit, measured in turn with this tree")
     parser.add_argument("--rounds", type=int, default=5, help="of --history")
     parser.add_argument("--one", action="store_true", help="one round of --history in this process, as JSON only")
-    given = parser.parse_args()
-    if given.history:
-        turns = given.turns or 16
-        words = ["--history", "--one", "--dialogues", str(given.dialogues), "--turns", str(turns)]
-        if given.one:
-            print(json.dumps(asyncio.run(history(given.dialogues, turns))))
+    args = parser.parse_args()
+    if args.history:
+        turns = args.turns or 16
+        words = ["--history", "--one", "--dialogues", str(args.dialogues), "--turns", str(turns)]
+        if args.one:
+            print(json.dumps(asyncio.run(history(args.dialogues, turns))))
         else:
-            print(json.dumps(compared("agent_sessions.py", words, given.versus, given.rounds)))
+            print(json.dumps(compared("agent_sessions.py", words, args.versus, args.rounds)))
         return
-    found = send_turns(**orjson.loads(sys.stdin.buffer.read())) if given.client else None
-    print(
-        json.dumps(asyncio.run(collecting_cycles(found or measure(given.sessions, given.turns or 4, given.per_second))))
-    )
+    sent = send_turns(**orjson.loads(sys.stdin.buffer.read())) if args.client else None
+    print(json.dumps(asyncio.run(collecting_cycles(sent or measure(args.sessions, args.turns or 4, args.per_second)))))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ def measure(layers: int, repeats: int) -> dict[str, float]:
         folder, mesh = Path(name), TrainerMesh.open(None)
         engine, num_bytes = make_engine(folder, layers, mesh)
         store = RecoverStore(folder / "recover", RecoverConfig(), {"actor": engine}, mesh)
-        found: dict[str, list[float]] = {name: [] for name in ("copy", "sync", "first_async", "async", "async_written")}
+        seconds: dict[str, list[float]] = {
+            name: [] for name in ("copy", "sync", "first_async", "async", "async_written")
+        }
         for step in range(2 * repeats + 1):
             waits = step < repeats
             point = RecoverPoint(step=step, cadence_s={}, elapsed_s=0.0, goal_reached={})
@@ -58,12 +60,12 @@ def measure(layers: int, repeats: int) -> dict[str, float]:
             store.save(point, waits=waits)
             waited = time.perf_counter() - began
             store.finish()
-            found["sync" if waits else "first_async" if step == repeats else "async"].append(waited)
-            found["async_written"] += [] if waits else [time.perf_counter() - began]
+            seconds["sync" if waits else "first_async" if step == repeats else "async"].append(waited)
+            seconds["async_written"] += [] if waits else [time.perf_counter() - began]
         store.close()
-        found["copy"] = [seconds_of_copy(num_bytes) for _ in range(repeats)]
+        seconds["copy"] = [seconds_of_copy(num_bytes) for _ in range(repeats)]
         mesh.close()
-    medians = {f"{name}_s": statistics.median(values) for name, values in found.items()}
+    medians = {f"{name}_s": statistics.median(values) for name, values in seconds.items()}
     ratios = {f"{name}_per_copy": medians[f"{name}_s"] / medians["copy_s"] for name in ("sync", "async")}
     facts = {"layers": layers, "parameters": num_bytes // 12, "bytes": num_bytes}
     return facts | {name: round(value, 4) for name, value in (medians | ratios).items()}

@@ -77,24 +77,24 @@ def exchanges(
     attention = 2 * hidden * (heads + keys) * config["head_dim"]
     block = (attention + 3 * hidden * config["intermediate_size"]) * width // dims.tp
     head = config["vocab_size"] * hidden * width // dims.tp  # embedding and output head
-    found = [Exchange("all_reduce", 64, 3, dims.world_size)]  # micro-batches, and two of the optimiser
+    result = [Exchange("all_reduce", 64, 3, dims.world_size)]  # micro-batches, and two of the optimiser
     reductions = passes if fsdp.gradient_sync == "every" else 1
     if shards > 1:
         for size, count, gathers in ((block, layers, 2 if fsdp.reshard_after_forward else 1), (head, 1, 1)):
-            found.append(Exchange("all_gather", size, passes * gathers * count, shards))
-            found.append(Exchange("reduce_scatter", size, reductions * count, shards))
+            result.append(Exchange("all_gather", size, passes * gathers * count, shards))
+            result.append(Exchange("reduce_scatter", size, reductions * count, shards))
     if (copies := sharing // shards) > 1:
-        found += [Exchange("all_reduce", block // shards, reductions * layers, copies)]
-        found += [Exchange("all_reduce", head // shards, reductions, copies)]
+        result += [Exchange("all_reduce", block // shards, reductions * layers, copies)]
+        result += [Exchange("all_reduce", head // shards, reductions, copies)]
     states = tokens * hidden * width
     if dims.tp > 1:  # two sums forward and two backward in a layer; of the embedding, and of the head's gradient
-        found.append(Exchange("all_reduce", states, passes * (4 * layers + 2), dims.tp))
-        found.append(Exchange("all_reduce", tokens * width, passes * 4, dims.tp))
+        result.append(Exchange("all_reduce", states, passes * (4 * layers + 2), dims.tp))
+        result.append(Exchange("all_reduce", tokens * width, passes * 4, dims.tp))
     if dims.cp > 1:  # queries, keys and values, then the outputs of attention; the same backward
         for size in (states * (heads + 2 * keys) // heads, states):
-            found.append(Exchange("all_to_all", size, passes * 2 * layers, dims.cp))
-        found.append(Exchange("all_gather", tokens * dims.cp * width, passes * 2, dims.cp))
-    return found
+            result.append(Exchange("all_to_all", size, passes * 2 * layers, dims.cp))
+        result.append(Exchange("all_gather", tokens * dims.cp * width, passes * 2, dims.cp))
+    return result
 
 
 def seconds_of(exchange: Exchange, mesh: TrainerMesh, free: FreeMesh) -> float:

@@ -194,8 +194,8 @@ async def request_us(num_servers: int, policy: str, size: Size) -> float:
 
     async def group(number: int) -> None:
         # without a group id each request is routed by itself: the costliest case
-        for one in range(size.group_size):
-            await fleet.agenerate(request(number * size.group_size + one, 32, input_ids=prompts[number]))
+        for sample in range(size.group_size):
+            await fleet.agenerate(request(number * size.group_size + sample, 32, input_ids=prompts[number]))
 
     began_s = time.process_time()
     await asyncio.gather(*(group(number) for number in range(size.groups)))
@@ -366,26 +366,26 @@ async def lag_of(size: Size, folder: Path) -> dict[str, float]:
 
 
 def measure(size: Size, parts: tuple[str, ...], base: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if "requests" in parts:
-        found["us_per_request"] = {
+        result["us_per_request"] = {
             policy: {str(servers): run(request_us(servers, policy, size)) for servers in size.servers}
             for policy in POLICIES
         }
     if "episodes" in parts:
-        found["us_per_episode"] = {
+        result["us_per_episode"] = {
             str(servers): run(episode_us(servers, size, base / f"episodes-{servers}")) for servers in size.servers
         }
     if "tokens" in parts:
         for name, pause_s in PAUSES_S.items():
             streamed = {dialect: run(stream_us(dialect, size, pause_s)) for dialect in CLIENTS}
-            found[name] = {dialect: us for dialect, (us, _) in streamed.items()}
-            found.setdefault("core_share", {dialect: share for dialect, (_, share) in streamed.items()})
+            result[name] = {dialect: us for dialect, (us, _) in streamed.items()}
+            result.setdefault("core_share", {dialect: share for dialect, (_, share) in streamed.items()})
     if "memory" in parts:
-        found["bytes_per_token"] = run(held_bytes(size, base / "memory"))
+        result["bytes_per_token"] = run(held_bytes(size, base / "memory"))
     if "lag" in parts:
-        found |= run(lag_of(size, base / "lag"), TimedLoop)
-    return found
+        result |= run(lag_of(size, base / "lag"), TimedLoop)
+    return result
 
 
 def main(argv: list[str] | None = None) -> None:

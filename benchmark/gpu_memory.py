@@ -46,12 +46,12 @@ def planned(folder: Path, device: torch.device) -> list[dict[str, object]]:
         assert shape is not None
         for ranks, tokens, checkpointing in itertools.product((8, 64, 512), (8192, 32768), (False, True)):
             config = TrainEngineConfig(path=name, optimizer=OptimizerConfig(), gradient_checkpointing=checkpointing)
-            found = rank_memory(
+            memory = rank_memory(
                 [(config, shape)], dims=ParallelDims(dp=ranks), tokens=tokens, on_gpu=True, bucket_bytes=2**30
             )
             row: dict[str, object] = {"model": name, "ranks": ranks, "tokens": tokens, "checkpointing": checkpointing}
-            rows.append(row | {"gib": round(found.peak / 2**30, 1)})
-            if device.type == "cuda" and found.peak < 0.9 * torch.cuda.mem_get_info(device)[1]:
+            rows.append(row | {"gib": round(memory.peak / 2**30, 1)})
+            if device.type == "cuda" and memory.peak < 0.9 * torch.cuda.mem_get_info(device)[1]:
                 peak = fake_rank_peak(folder / name, device, ranks=ranks, tokens=tokens, checkpointing=checkpointing)
                 rows[-1]["measured_gib"] = round(peak / 2**30, 1)
             print(

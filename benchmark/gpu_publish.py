@@ -52,10 +52,10 @@ def main() -> None:
         source, target = (torch.zeros(total, dtype=torch.uint8, device=device) for _ in range(2))
 
         def checksum() -> str:
-            found = WeightsChecksum()
+            sums = WeightsChecksum()
             for key, value in weights.items():
-                found.add(key, value)
-            return found.hexdigest()
+                sums.add(key, value)
+            return sums.hexdigest()
 
         def write() -> None:
             target_folder = Path(tempfile.mkdtemp(dir=folder))

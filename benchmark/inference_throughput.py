@@ -162,20 +162,23 @@ def measure_drafts(path: Path, args: argparse.Namespace) -> dict[str, float]:
     ratios: dict[str, float] = {}
     for concurrency in args.concurrency:
         count = concurrency * args.rounds
-        asked = [tokenizer.apply_chat_template([{"role": "user", "content": one}]) for one in questions[:count]]
-        jobs = {"repeating": (Job([one["input_ids"] for one in asked], [args.new_tokens] * count), 0.0)}
+        asked = [
+            tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in questions[:count]
+        ]
+        jobs = {"repeating": (Job([encoded["input_ids"] for encoded in asked], [args.new_tokens] * count), 0.0)}
         jobs["other"] = make_job("equal", concurrency, args), 1.0
         runners = [EngineRunner(path, args.dtype, concurrency, args.device, kind) for kind in ("group", "none")]
         for runner in runners:
             runner.run(Job(jobs["other"][0].prompts[:1], [4]), clock)
         for kind, (job, temperature) in jobs.items():
-            found: list[float] = []
+            speedups: list[float] = []
             for _ in range(args.repeats):
                 drafted_s, plain_s = (runner.run(job, clock, temperature) for runner in runners)
-                found.append(plain_s / drafted_s)
-            ratios[f"{kind}_{concurrency}"] = round(statistics.median(found), 2)
+                speedups.append(plain_s / drafted_s)
+            ratios[f"{kind}_{concurrency}"] = round(statistics.median(speedups), 2)
             print(
-                f"{kind:<12}{concurrency:>12}{ratios[f'{kind}_{concurrency}']:>8.2f}", [round(one, 2) for one in found]
+                f"{kind:<12}{concurrency:>12}{ratios[f'{kind}_{concurrency}']:>8.2f}",
+                [round(speedup, 2) for speedup in speedups],
             )
         for runner in runners:
             runner.close()

@@ -127,10 +127,10 @@ def timed(run: Run, steps: int) -> Timing:
 
 def other_cpu_s(run: Run) -> float:
     """CPU time so far of the processes that run on the nodes, or of the launcher, but not of the run's others."""
-    own = run.pids(fresh=True)
+    run_pids = run.pids(fresh=True)
     if not isinstance(run, ClusterRun):
-        return cpu_s(own["launcher"])
-    computing = {own[name] for name in EVERYTHING if name != "launcher" and name in own}
+        return cpu_s(run_pids["launcher"])
+    computing = {run_pids[name] for name in EVERYTHING if name != "launcher" and name in run_pids}
     pids = {pid for node in run.nodes for pid in node.pids()}
     return sum(cpu_s(pid) for pid in pids if pid not in computing and not is_below(pid, computing))
 
@@ -153,18 +153,18 @@ def cpu_s(pid: int) -> float:
 
 def compared(timings: dict[str, list[Timing]]) -> dict[str, object]:
     """The medians of each launcher, and their ratios to those of the local one."""
-    found: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, float]] = {}
     for kind, runs in timings.items():
-        found[kind] = {
+        result[kind] = {
             "start_s": median(run.start_s for run in runs),
             "step_s": median(gap for run in runs for gap in run.steps_s),
             "other_cpu_ms_per_step": median(run.other_cpu_ms for run in runs),
             "load_before": max(run.load for run in runs),
         }
-    local = found.get("local", {})
+    local = result.get("local", {})
     print(f"\n{'launcher':>10} {'first step':>11} {'ratio':>6} {'step':>8} {'ratio':>6} {'other CPU per step':>19}")
     rows: dict[str, object] = {}
-    for kind, figures in found.items():
+    for kind, figures in result.items():
         ratios = {f"{key}_ratio": figures[key] / local.get(key, math.nan) for key in ("start_s", "step_s")}
         rows[kind] = {key: round(value, 3) for key, value in (figures | ratios).items()}
         print(

@@ -176,12 +176,12 @@ def evaluate(
     """Mean reward of the newest weights on the held-out prompts."""
     generator.hold(*snapshots.newest)
     prompts = [tokenizer.encode(row["prompt"]) for row in rows]
-    found: dict[str, float] = {}
+    means: dict[str, float] = {}
     for mode, samples in (("sampled", HELD_OUT_SAMPLES), ("greedy", 1)):
         answers = generator.answer(prompts, samples, 999, greedy=mode == "greedy")
-        scores = [reward_of(one, rows[index // samples], tokenizer) for index, one in enumerate(answers)]
-        found[mode] = round(fmean(scores), 4)
-    return found
+        scores = [reward_of(answer, rows[index // samples], tokenizer) for index, answer in enumerate(answers)]
+        means[mode] = round(fmean(scores), 4)
+    return means
 
 
 def warm_up(seed: int, fileroot: Path) -> None:
@@ -219,8 +219,8 @@ def run_all(runs: Sequence[Run], fileroot: Path, jobs: int) -> list[dict[str, An
                     other.kill()
                 sys.exit(f"areal: error: {run.name} ended with {process.returncode}; what is done is kept")
             done = total - len(waiting) - len(running)
-            found = json.loads((folder / f"{run.name}.json").read_text())
-            print(f"[{done}/{total}] {run.name}: {found['after']} in {found['seconds']} s", file=sys.stderr)
+            result = json.loads((folder / f"{run.name}.json").read_text())
+            print(f"[{done}/{total}] {run.name}: {result['after']} in {result['seconds']} s", file=sys.stderr)
         time.sleep(0.2)
     return [json.loads((folder / f"{run.name}.json").read_text()) for run in runs]
 
@@ -256,9 +256,9 @@ def main() -> None:
         algorithm, staleness, seed, steps = json.loads(args.one)
         run = Run(algorithm=algorithm, staleness=staleness, seed=seed, steps=steps)
         target = fileroot / "learning" / "results" / f"{run.name}.json"
-        found = json.dumps(train(run, fileroot))
+        text = json.dumps(train(run, fileroot))
         temporary = target.with_suffix(".part")
-        temporary.write_text(found)
+        temporary.write_text(text)
         temporary.replace(target)
         return
     if args.fresh:

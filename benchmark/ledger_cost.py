@@ -156,9 +156,9 @@ def measure(shape: tuple[int, int], num_episodes: int, args: argparse.Namespace)
             rival = Ledger(SqliteLog(database), read_payload=lambda where: b"")
             rival_s = min(rival_s, asyncio.run(collecting_cycles(write_run(rival, episodes, args.batch_size))))
         per_100k = 100_000 / num_episodes
-        rebuild_s, found = timed(lambda: recover_folder(folder))
+        rebuild_s, recovered = timed(lambda: recover_folder(folder))
         rival_rebuild_s, rival_state = timed(lambda: rebuild_sqlite(database))
-        assert found.state.counts == rival_state.counts
+        assert recovered.state.counts == rival_state.counts
         audit_events_s, report = timed(lambda: audit(folder, check_payloads=False))
         assert report.is_clean, report.lines()
         audit_s, report = timed(lambda: audit(folder))
@@ -196,19 +196,19 @@ def main() -> None:
         ("tiny", (1, 16), args.episodes),
         ("realistic", (16, 200), args.realistic_episodes),
     ):
-        found = results[kind] = measure(shape, num_episodes, args)
+        figures = results[kind] = measure(shape, num_episodes, args)
         print(f"{kind}: {num_episodes} episodes of {shape[0]} x {shape[1]} tokens, batches of {args.batch_size}")
         for what, ours, rival, unit in (
-            ("append and group commit", found["cpu_us"], found["rival_cpu_us"], "us CPU/episode"),
-            ("on disk", found["bytes"], found["rival_bytes"], "bytes/episode"),
-            ("rebuild", found["rebuild_s_per_100k"], found["rival_rebuild_s_per_100k"], "s CPU/100k"),
+            ("append and group commit", figures["cpu_us"], figures["rival_cpu_us"], "us CPU/episode"),
+            ("on disk", figures["bytes"], figures["rival_bytes"], "bytes/episode"),
+            ("rebuild", figures["rebuild_s_per_100k"], figures["rival_rebuild_s_per_100k"], "s CPU/100k"),
         ):
             print(f"  {what:<26} {ours:>10.2f} {unit:<16} {RIVAL}: {rival:.2f}, ours is {ours / rival:.2f} of that")
-        print(f"  {'bytes of events alone':<26} {found['event_bytes']:>10.0f} bytes/episode")
-        print(f"  {'encoding before that':<26} {found['encode_us']:>10.2f} us CPU/episode")
+        print(f"  {'bytes of events alone':<26} {figures['event_bytes']:>10.0f} bytes/episode")
+        print(f"  {'encoding before that':<26} {figures['encode_us']:>10.2f} us CPU/episode")
         for what in ("audit_events", "audit", "stats"):
-            print(f"  {what:<26} {found[f'{what}_s_per_100k']:>10.2f} s CPU/100k episodes", flush=True)
-    rounded = {kind: {name: round(value, 2) for name, value in found.items()} for kind, found in results.items()}
+            print(f"  {what:<26} {figures[f'{what}_s_per_100k']:>10.2f} s CPU/100k episodes", flush=True)
+    rounded = {kind: {name: round(value, 2) for name, value in figures.items()} for kind, figures in results.items()}
     print(json.dumps(rounded))
 
 

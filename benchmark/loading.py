@@ -61,10 +61,10 @@ def load(folder: Path, mesh_text: str, rank: int) -> dict[str, float]:
     )
     seconds = time.perf_counter() - began
     added = process.memory_info().rss - before
-    own = sum(local_part(weight).nbytes for _, weight in engine._model.named_tensors())
+    size = sum(local_part(weight).nbytes for _, weight in engine._model.named_tensors())
     mesh.barrier()
     mesh.close()
-    return {"seconds": round(seconds, 3), "read_mib": round(own / MIB, 1), "added_mib": round(added / MIB, 1)}
+    return {"seconds": round(seconds, 3), "read_mib": round(size / MIB, 1), "added_mib": round(added / MIB, 1)}
 
 
 def main() -> None:
@@ -90,8 +90,11 @@ def main() -> None:
             outputs = [rank.communicate()[0] for rank in ranks]
             if any(rank.returncode for rank in ranks):
                 sys.exit(f"{mesh}: a rank failed")
-            found = [json.loads(output.splitlines()[-1]) for output in outputs]
-            print(json.dumps({"mesh": mesh, **{key: max(each[key] for each in found) for key in found[0]}}), flush=True)
+            figures = [json.loads(output.splitlines()[-1]) for output in outputs]
+            print(
+                json.dumps({"mesh": mesh, **{key: max(each[key] for each in figures) for key in figures[0]}}),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

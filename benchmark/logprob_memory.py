@@ -69,10 +69,10 @@ def with_checkpoint(hidden: Tensor, weight: Tensor, labels: Tensor, entropy_grad
 
 
 def with_blocks(hidden: Tensor, weight: Tensor, labels: Tensor, entropy_grad: bool) -> Pair:
-    found = linear_logprobs(hidden, weight, None, labels, outputs=OutputSpec(entropy_grad=entropy_grad))
-    assert found.logprobs is not None
-    assert found.entropy is not None
-    return found.logprobs, found.entropy
+    outputs = linear_logprobs(hidden, weight, None, labels, outputs=OutputSpec(entropy_grad=entropy_grad))
+    assert outputs.logprobs is not None
+    assert outputs.entropy is not None
+    return outputs.logprobs, outputs.entropy
 
 
 RIVALS: dict[str, Head] = {
@@ -152,38 +152,38 @@ def compare(args: argparse.Namespace, *, entropy: bool) -> dict[str, dict[str, f
         if name in rivals and need > args.max_gib:
             rivals.remove(name)
             print(f"{name} is left out: about {need:.0f} GiB, more than --max-gib {args.max_gib:g}")
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in rivals}
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in rivals}
     shape = ["--tokens", str(tokens), "--hidden", str(args.hidden), "--vocabulary", str(args.vocabulary)]
     shape += ["--dtype", args.dtype, "--device", args.device, "--trained", str(args.trained)]
     for _ in range(args.repeats):
         for name in rivals:
             command = [sys.executable, __file__, "--rival", name, *shape, *(["--entropy"] if entropy else [])]
             answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-            found[name].append(json.loads(answer.splitlines()[-1]))
+            results[name].append(json.loads(answer.splitlines()[-1]))
     return {
-        name: {key: median(one[key] for one in runs) for key in ("seconds", "cpu_s", "peak", "gradients")}
-        for name, runs in found.items()
+        name: {key: median(run[key] for run in runs) for key in ("seconds", "cpu_s", "peak", "gradients")}
+        for name, runs in results.items()
     }
 
 
-def table(title: str, found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def table(title: str, results: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """Print medians and their ratios to areal; return the same for the line of JSON."""
     columns = {"seconds": "seconds", "cpu_s": "CPU s", "peak_mib": "peak MiB", "inner_mib": "less gradients"}
     print(f"\n{title}\n{'':>14}" + "".join(f"{head:>15}{'ratio':>7}" for head in columns.values()))
     values = {
         name: {
-            "seconds": one["seconds"],
-            "cpu_s": one["cpu_s"],
-            "peak_mib": one["peak"] / MIB,
-            "inner_mib": (one["peak"] - one["gradients"]) / MIB,
+            "seconds": row["seconds"],
+            "cpu_s": row["cpu_s"],
+            "peak_mib": row["peak"] / MIB,
+            "inner_mib": (row["peak"] - row["gradients"]) / MIB,
         }
-        for name, one in found.items()
+        for name, row in results.items()
     }
     summary: dict[str, dict[str, float]] = {}
-    for name, one in values.items():
-        ratios = {key: one[key] / values["areal"][key] for key in columns}
-        print(f"{name:>14}" + "".join(f"{one[key]:>15.2f}{ratios[key]:>7.2f}" for key in columns))
-        summary[name] = {key: round(one[key], 2) for key in columns}
+    for name, row in values.items():
+        ratios = {key: row[key] / values["areal"][key] for key in columns}
+        print(f"{name:>14}" + "".join(f"{row[key]:>15.2f}{ratios[key]:>7.2f}" for key in columns))
+        summary[name] = {key: round(row[key], 2) for key in columns}
         summary[name] |= {f"{key}_ratio": round(ratio, 2) for key, ratio in ratios.items()}
     return summary
 

@@ -66,17 +66,17 @@ class LoopTimer:
 def idle_loop() -> Iterator[list[float]]:
     """A process that only waits, while the block runs. The list then has the 99th percentile and the maximum of its
     lag, in ms."""
-    found = list[float]()
+    late = list[float]()
     argv = [sys.executable, str(Path(__file__))]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             process.stdout.readline()  # it runs
-            yield found
+            yield late
         finally:
             process.stdin.close()
-            found += map(float, process.stdout.readline().split())
+            late += map(float, process.stdout.readline().split())
 
 
 async def wait_idly() -> LoopTimer:
@@ -98,5 +98,5 @@ async def wait_idly() -> LoopTimer:
 
 
 if __name__ == "__main__":
-    found = uvloop.run(wait_idly())
-    print(found.at(0.99), max(found.late_ms))
+    late = uvloop.run(wait_idly())
+    print(late.at(0.99), max(late.late_ms))

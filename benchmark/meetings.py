@@ -27,17 +27,17 @@ class Meeting:
 
 def meetings(shard_size: int, dims: ParallelDims) -> list[Meeting]:
     """Of a Llama."""
-    found: list[Meeting] = []
+    result: list[Meeting] = []
     if shard_size > 1:  # to gather the weights of a block
-        found.append(Meeting(r"layers\.\d+$", forward=True, backward="each"))
+        result.append(Meeting(r"layers\.\d+$", forward=True, backward="each"))
     elif dims.dp * dims.cp > 1:  # to reduce gradients
-        found.append(Meeting(r"layers\.\d+$", forward=False, backward="last"))
+        result.append(Meeting(r"layers\.\d+$", forward=False, backward="last"))
     if dims.tp > 1:  # to sum states, and their gradients where heads and columns begin
-        found.append(Meeting(r"(self_attn|mlp|embed_tokens)$", forward=True, backward="no"))
-        found.append(Meeting(r"norm$", forward=False, backward="each"))
+        result.append(Meeting(r"(self_attn|mlp|embed_tokens)$", forward=True, backward="no"))
+        result.append(Meeting(r"norm$", forward=False, backward="each"))
     if dims.cp > 1:  # to exchange heads for tokens
-        found.append(Meeting(r"(v_proj|self_attn)$", forward=True, backward="each"))
-    return found
+        result.append(Meeting(r"(v_proj|self_attn)$", forward=True, backward="each"))
+    return result
 
 
 def meet(model: nn.Module, meeting: Meeting, mesh: TrainerMesh, passes: int) -> int:

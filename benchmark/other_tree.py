@@ -21,29 +21,29 @@ def compared(script: str, words: list[str], rev: str | None, rounds: int) -> dic
     Each round runs the script in a new process, first with this tree and then with that of the commit `rev`, if any;
     the median of the rounds counts. `ratio_within`: 90% of the ratios of rounds that are drawn again at random.
     """
-    found: dict[str, list[dict[str, float]]] = {"head": []}
+    figures_of: dict[str, list[dict[str, float]]] = {"head": []}
     with tempfile.TemporaryDirectory() as folder:
         trees = {"head": ROOT}
         try:
             if rev is not None:
                 trees[rev] = Path(folder) / "tree"
-                found[rev] = []
+                figures_of[rev] = []
                 subprocess.run(["git", "worktree", "add", "-q", "--detach", trees[rev], rev], cwd=ROOT, check=True)
             for number in range(rounds):
                 for name, tree in trees.items():
-                    found[name].append(figures := _figures(script, words, tree))
+                    figures_of[name].append(figures := _figures(script, words, tree))
                     print(f"round {number + 1} {name:<10} {json.dumps(figures)}", flush=True)
         finally:
             if rev is not None:
                 subprocess.run(["git", "worktree", "remove", "-f", trees[rev]], cwd=ROOT, check=True)
     medians = {
-        name: {key: round(statistics.median(one[key] for one in each), 3) for key in each[0]}
-        for name, each in found.items()
+        name: {key: round(statistics.median(run[key] for run in each), 3) for key in each[0]}
+        for name, each in figures_of.items()
     }
     if rev is None:
         return {"head": medians["head"]}
     pairs = {
-        key: [(one[key], other[key]) for one, other in zip(found[rev], found["head"], strict=True)]
+        key: [(head[key], other[key]) for head, other in zip(figures_of[rev], figures_of["head"], strict=True)]
         for key in medians[rev]
     }
     return {

@@ -105,7 +105,7 @@ def words(case: Case, folder: Path, model: Path, steps: int) -> list[str]:
     lines = (json.dumps({"prompt": "", "index": index}) for index in range((steps + 8) * case.batch))
     rows.write_text("".join(f"{line}\n" for line in lines))
     longest = int(case.length.rpartition(",")[2].rstrip(")"))
-    given = {"length": case.length, "prompt_length": PROMPT, "reward_s": case.reward_s}
+    arguments = {"length": case.length, "prompt_length": PROMPT, "reward_s": case.reward_s}
     return [
         "--config", str(ROOT / "benchmark/long_answers.yaml"), f"cluster.fileroot={folder}",
         "cluster.n_gpus_per_node=0", "experiment_name=planner", f"trial_name={case.name}",
@@ -113,7 +113,7 @@ def words(case: Case, folder: Path, model: Path, steps: int) -> list[str]:
         f"allocation_mode=native:d{case.servers}+fsdp:d1", f"actor.path={model}", "actor.dtype=float32",
         "native.dtype=float32", f"native.context_length={CONTEXT}", "actor.mb_spec.max_tokens_per_mb=4096",
         "actor.gradient_checkpointing=false", f"train_dataset={{path: {rows}, batch_size: {case.batch}}}",
-        f"workflow={ROOT / 'benchmark/planner_accuracy.py'}:TimedRewards", f"workflow_args={json.dumps(given)}",
+        f"workflow={ROOT / 'benchmark/planner_accuracy.py'}:TimedRewards", f"workflow_args={json.dumps(arguments)}",
         f"gconfig.n_samples={case.answers}", f"gconfig.max_new_tokens={longest}",
         f"gconfig.max_tokens={longest + PROMPT}", "reward_fn=''", "rollout.should_accept_fn=''", "alarms.action=off",
         f"rollout.max_head_offpolicyness={case.staleness}", f"benchmark.length={case.length!r}",
@@ -157,9 +157,9 @@ def ranks(values: Sequence[float]) -> list[float]:
     return [float(order.index(place)) for place in range(len(values))]
 
 
-def correlation(one: Sequence[float], other: Sequence[float]) -> float:
+def correlation(left_values: Sequence[float], other: Sequence[float]) -> float:
     """Of ranks (Spearman)."""
-    left, right = ranks(one), ranks(other)
+    left, right = ranks(left_values), ranks(other)
     middle = (len(left) - 1) / 2
     spread = sum((rank - middle) ** 2 for rank in left)
     return sum((a - middle) * (b - middle) for a, b in zip(left, right, strict=True)) / spread
@@ -203,24 +203,25 @@ def measure(folder: Path, steps: int) -> dict[str, Any]:
                 identity=decisions[0] == decisions[1],
             )
         )
-        one = results[-1]
+        last = results[-1]
         print(
-            f"{one.name:<22} load {one.load:4.1f} {one.real_s:6.2f} s/step, plan {one.plan_s:6.2f} ({one.error:+.0%}), "
-            f"staleness {one.real_staleness:.2f}, plan {one.plan_staleness:.2f}; identity {one.identity}",
+            f"{last.name:<22} load {last.load:4.1f} {last.real_s:6.2f} s/step, "
+            f"plan {last.plan_s:6.2f} ({last.error:+.0%}), "
+            f"staleness {last.real_staleness:.2f}, plan {last.plan_staleness:.2f}; identity {last.identity}",
             file=sys.stderr,
             flush=True,
         )
     held_out = results[1:]
-    same_work = [one for one in results if one.name in ("measured", *(case.name for case in HELD_OUT[:4]))]
-    best, chosen = min(one.real_s for one in same_work), min(same_work, key=lambda one: one.plan_s)
+    same_work = [result for result in results if result.name in ("measured", *(case.name for case in HELD_OUT[:4]))]
+    best, chosen = min(result.real_s for result in same_work), min(same_work, key=lambda result: result.plan_s)
     return {
-        "results": [asdict(one) for one in results],
-        "identity": all(one.identity for one in results),
-        "largest_error": max(abs(one.error) for one in held_out),
-        "within_15_percent": sum(abs(one.error) <= 0.15 for one in held_out),
+        "results": [asdict(result) for result in results],
+        "identity": all(result.identity for result in results),
+        "largest_error": max(abs(result.error) for result in held_out),
+        "within_15_percent": sum(abs(result.error) <= 0.15 for result in held_out),
         "held_out": len(held_out),
-        "largest_staleness_error": max(abs(one.real_staleness - one.plan_staleness) for one in held_out),
-        "rank_correlation": correlation([one.real_s for one in held_out], [one.plan_s for one in held_out]),
+        "largest_staleness_error": max(abs(result.real_staleness - result.plan_staleness) for result in held_out),
+        "rank_correlation": correlation([result.real_s for result in held_out], [result.plan_s for result in held_out]),
         "choice_above_best": chosen.real_s / best - 1,
         "closed_forms": closed_forms(),
     }

@@ -122,8 +122,8 @@ def repeated(folder: Path) -> tuple[Decisions, Decisions]:
     config = load_experiment(["--config", str(paths.config)], allow_unknown_top_level=True, is_quiet=True)
     assert isinstance(config, PPOConfig)
     with PayloadReader(paths.ledger) as payloads:
-        found = run_virtual(_repeat(config, events, payloads))
-    return Decisions.of(events), Decisions.of(found)
+        repeated_events = run_virtual(_repeat(config, events, payloads))
+    return Decisions.of(events), Decisions.of(repeated_events)
 
 
 async def _repeat(config: PPOConfig, events: Sequence[Event], payloads: PayloadReader) -> list[Event]:
@@ -151,7 +151,9 @@ async def _repeat(config: PPOConfig, events: Sequence[Event], payloads: PayloadR
                 await controller.attach(rank=0, world_size=1, dp_size=1, **where)
             case "accepted":
                 # The trainer waited already: this end may complete its batch.
-                following = next((one for one in events[place:] if one["event"] in ("batched", "consumed")), event)
+                following = next(
+                    (event for event in events[place:] if event["event"] in ("batched", "consumed")), event
+                )
                 if following["event"] == "batched" and following["stats"].get("wait_s", 0.0) > COMPOSING_S:
                     waiting += _ask(controller, following["step"], asked)
                     await asyncio.sleep(0)

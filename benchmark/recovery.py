@@ -77,15 +77,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="kills of each kind")
     parser.add_argument("--only", choices=("tokens", "seconds"), help="one half of it")
     args = parser.parse_args()
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
         if args.only != "seconds":
-            found["tokens_lost"] = tokens_lost(folder, args.repeats)
+            result["tokens_lost"] = tokens_lost(folder, args.repeats)
         if args.only != "tokens":
-            found["seconds_to_training"] = seconds_by_role(folder, args.repeats)
-    print(json.dumps(found))
+            result["seconds_to_training"] = seconds_by_role(folder, args.repeats)
+    print(json.dumps(result))
 
 
 def tokens_lost(folder: Path, repeats: int) -> list[dict[str, Any]]:
@@ -188,14 +188,14 @@ def seconds_by_role(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
         run.abandon()
     events = raw_events(run.folder / "ledger")
     print(f"\n{'killed':>18} {'trains again':>14} {'new step':>10}   each")
-    found: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, float]] = {}
     for role in ROLES:
         times = [seconds_to_training(events, at) for killed, at in kills if killed == role]
         again, new = ([seconds for pair in times if (seconds := pair[k]) is not None] for k in (0, 1))
-        found[role] = {"trains_again_s": round(median(again), 2), "new_step_s": round(median(new), 2)}
+        result[role] = {"trains_again_s": round(median(again), 2), "new_step_s": round(median(new), 2)}
         each = ", ".join(f"{value:.1f}" for value in new)
         print(f"{role:>18} {median(again):>12.1f} s {median(new):>8.1f} s   {each}", flush=True)
-    return found
+    return result
 
 
 def train_on(run: Run, steps: int) -> None:

@@ -139,16 +139,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
     args = parser.parse_args()
-    found: dict[str, object] = {"processes": args.processes}
+    result: dict[str, object] = {"processes": args.processes}
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         if "files" in args.only:
             files = FileRegistry(folder / "names")
-            found["files"] = measure([files] * args.processes, files)
-            found["idle"] = idle_load(folder, files, args.processes)
+            result["files"] = measure([files] * args.processes, files)
+            result["idle"] = idle_load(folder, files, args.processes)
         if "etcd" in args.only:
-            found |= etcd_load(folder, args.processes, args.seconds, args.lease_s)
-    print(json.dumps(found))
+            result |= etcd_load(folder, args.processes, args.seconds, args.lease_s)
+    print(json.dumps(result))
 
 
 def etcd_load(folder: Path, processes: int, seconds: float, lease_s: float) -> dict[str, object]:
@@ -160,10 +160,10 @@ def etcd_load(folder: Path, processes: int, seconds: float, lease_s: float) -> d
             EtcdRegistry(cluster.addresses, "e/t", lease_s=lease_s, timeout_s=60.0) for _ in range(processes)
         ]
         reader = EtcdRegistry(cluster.addresses, "e/t", lease_s=lease_s, timeout_s=60.0)
-        found: dict[str, object] = {"etcd": measure(registries, reader)}
+        result: dict[str, object] = {"etcd": measure(registries, reader)}
         client_s, server_s = cpu_s(), cluster.cpu_s()
         time.sleep(seconds)
-        return found | {
+        return result | {
             "etcd_renewals": {
                 "per_s": processes * 10 / lease_s,
                 "server_cpu_ms_per_s": (cluster.cpu_s() - server_s) / seconds * 1e3,

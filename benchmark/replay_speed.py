@@ -43,23 +43,26 @@ def main() -> None:
     status = subprocess.run(command, stdout=sys.stderr, check=False).returncode
     if status == 2:
         sys.exit(2)
-    live, own = read_metrics(args.run / "metrics.jsonl"), read_metrics(args.run / "replays" / name / "metrics.jsonl")
-    steps = sorted(set(live) & set(own))[1:]
+    live, replayed = (
+        read_metrics(args.run / "metrics.jsonl"),
+        read_metrics(args.run / "replays" / name / "metrics.jsonl"),
+    )
+    steps = sorted(set(live) & set(replayed))[1:]
     if not steps:
         sys.exit("areal: error: at least two steps are needed")
-    by_live, by_replay = means(live, steps), means(own, steps)
+    by_live, by_replay = means(live, steps), means(replayed, steps)
     print(f"{'seconds per':>12} {'live':>10} {'replay':>10} {'ratio':>8}")
     for part in PARTS:
         ratio = by_replay[part] / max(by_live[part], 1e-9)
         print(f"{part:>12} {by_live[part]:>10.4f} {by_replay[part]:>10.4f} {ratio:>8.2f}")
-    found = {
+    result = {
         "steps": len(steps),
         "equal": status == 0,
         "live_s": {part: round(value, 4) for part, value in by_live.items()},
         "replay_s": {part: round(value, 4) for part, value in by_replay.items()},
         "ratio": round(by_replay["step"] / by_live["step"], 3),
     }
-    print(json.dumps(found))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -204,13 +204,13 @@ def compare(args: argparse.Namespace) -> None:
             rounds = [[_values(tree, args) for tree in (other, ROOT)] for _ in range(args.repeats)]
         finally:
             subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", other], check=True)
-    found: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, float]] = {}
     print(f"{'in flight':>10} {args.versus:>12} {'this tree':>10} {'ratio':>6}")
     for level in map(str, args.in_flight):
-        before, now = (median(one[place][level] for one in rounds) for place in (0, 1))
-        found[level] = {"before_us": before, "us": now, "ratio": round(now / before, 3)}
+        before, now = (median(times[place][level] for times in rounds) for place in (0, 1))
+        result[level] = {"before_us": before, "us": now, "ratio": round(now / before, 3)}
         print(f"{level:>10} {before:>12.1f} {now:>10.1f} {now / before:>6.2f}")
-    print(json.dumps({"versus": args.versus, "in_flight": found, "rounds": rounds}))
+    print(json.dumps({"versus": args.versus, "in_flight": result, "rounds": rounds}))
 
 
 def _values(tree: Path, args: argparse.Namespace) -> dict[str, float]:

@@ -139,9 +139,9 @@ class StreamServer(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._data += data
-        head, found, body = self._data.partition(b"\r\n\r\n")
+        head, end, body = self._data.partition(b"\r\n\r\n")
         size = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
-        if not found or len(body) < size:
+        if not end or len(body) < size:
             return
         self._data = b""
         if head.split()[1] == b"/server_info":

@@ -86,7 +86,7 @@ def write_model(folder: Path) -> None:
         bos_token_id=None,
     )
     model = Qwen2ForCausalLM(config).float()
-    log(f"parameters: {sum(one.numel() for one in model.parameters()) / 1e6:.1f}M")
+    log(f"parameters: {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f}M")
     model.save_pretrained(folder)
 
 
@@ -127,14 +127,14 @@ class Client:
         while True:
             try:
                 async with self._session.post(url, data=data, headers=self._headers) as answer:
-                    found = await answer.read()
+                    content = await answer.read()
             except aiohttp.ClientConnectorError:
                 await asyncio.sleep(0.1)
                 continue
-            if answer.status == 200 and not found.startswith(b'{"error'):
-                return found
+            if answer.status == 200 and not content.startswith(b'{"error'):
+                return content
             if answer.status != 408:
-                raise RuntimeError(f"{path}: {answer.status} {found[:300]!r}")
+                raise RuntimeError(f"{path}: {answer.status} {content[:300]!r}")
 
     async def ask(self, path: str, body: Any) -> dict[str, Any]:
         return orjson.loads(await self.bytes(path, body))
@@ -188,7 +188,7 @@ class Tenant:
         body |= {"prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]}}
         body |= {"sampling_params": {"max_tokens": length, "stop": []}}
         answers = decode_sample(await self._client.result(await self._client.ask("asample", body)))
-        return [self._datum(prompt, list(one.token_ids), list(one.logprobs)) for one in answers]
+        return [self._datum(prompt, list(answer.token_ids), list(answer.logprobs)) for answer in answers]
 
     def _datum(self, prompt: list[int], answer: list[int], logprobs: list[float]) -> Datum:
         tokens, before = np.array(prompt + answer), len(prompt) - 1
@@ -200,7 +200,7 @@ class Tenant:
 def cpu_seconds(run: Path) -> dict[str, float]:
     """CPU time of the server and the trainer so far."""
     times = {name: psutil.Process(beat.pid).cpu_times() for name, beat in read_beats(run / "alive.json").items()}
-    return {name: one.user + one.system for name, one in times.items() if name != "controller"}
+    return {name: used.user + used.system for name, used in times.items() if name != "controller"}
 
 
 async def measure_tenants(address: str, key: str, run: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -240,8 +240,8 @@ async def measure_tenants(address: str, key: str, run: Path, args: argparse.Name
         "tenants_ratio": round(median(ratios), 3),
         "alone_s": round(median(alone), 2),
         "at_once_s": round(median(together), 2),
-        "cpu_s_alone": {name: round(median(one[name] for one in cpu_alone), 2) for name in cpu_alone[0]},
-        "cpu_s_at_once": {name: round(median(one[name] for one in cpu_together), 2) for name in cpu_alone[0]},
+        "cpu_s_alone": {name: round(median(used[name] for used in cpu_alone), 2) for name in cpu_alone[0]},
+        "cpu_s_at_once": {name: round(median(used[name] for used in cpu_together), 2) for name in cpu_alone[0]},
         "ratio_limit": round(median(map(_limit, cpu_alone, cpu_together)), 3),
     }
 
@@ -360,8 +360,10 @@ async def measure_gateway(folder: Path, num_open: int) -> dict[str, Any]:
             count = 4000
             for start in range(0, count, 100):
                 numbers = range(start, start + 100)
-                asked = await asyncio.gather(*[client.ask("asample", sample_body(sampler, one)) for one in numbers])
-                await asyncio.gather(*[client.result(one) for one in asked])
+                asked = await asyncio.gather(
+                    *[client.ask("asample", sample_body(sampler, number)) for number in numbers]
+                )
+                await asyncio.gather(*[client.result(future) for future in asked])
             cpu_us = (process.tell("hold")["cpu_s"] - before) / count * 1e6
             facts = await measure_open(client, process, sampler, range(count, count + num_open), held=False)
             facts |= await measure_open(

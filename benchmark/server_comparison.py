@@ -210,18 +210,18 @@ async def measure(backend: str, address: str, group: int, args: argparse.Namespa
     """The medians at each concurrency, after a first run that only warms the server up."""
     replica = replica_factory(backend)(backend, address, AnswerForm(stream_interval=STREAM_INTERVAL))
     await replica.info()
-    found: dict[int, Figures] = {}
+    figures: dict[int, Figures] = {}
     for concurrency in args.concurrency:
         job = make_job(concurrency, args)
         await run_job(replica, Job(job.prompts[:concurrency], [4] * concurrency), concurrency, group)
         runs = [await run_job(replica, job, concurrency, group) for _ in range(args.repeats)]
-        found[concurrency] = Figures(
+        figures[concurrency] = Figures(
             median(run.tokens_per_s for run in runs),
             median(run.ttft_s for run in runs),
             median(run.cpu_s_per_1000 for run in runs),
         )
     await replica.close()
-    return found
+    return figures
 
 
 def main() -> None:

@@ -133,7 +133,7 @@ async def measure(*, num_prompts: int, group_size: int, repeats: int) -> dict[st
 
     single = workflow.for_evaluation(settings)
     kinds = {"groups": (train, num_prompts * group_size), "single": (evaluate, num_prompts)}
-    found: dict[str, Any] = {"prompts": num_prompts, "group_size": group_size}
+    result: dict[str, Any] = {"prompts": num_prompts, "group_size": group_size}
     for name, (episode, num_answers) in kinds.items():
         taken: list[tuple[float, float]] = []
         for _ in range(1 + repeats):  # the first one starts the process of the rewards
@@ -146,12 +146,12 @@ async def measure(*, num_prompts: int, group_size: int, repeats: int) -> dict[st
             assert len(counted) == num_answers
             taken.append((used_s, sum(json_s(server.exchanged) for server in servers)))
         used_s, bare_s = (min(times) / num_answers for times in zip(*taken[1:], strict=True))
-        found[f"us_per_answer_{name}"] = round(used_s * 1e6, 1)
-        found[f"json_us_per_answer_{name}"] = round(bare_s * 1e6, 1)
-        found[f"times_json_{name}"] = round(used_s / bare_s, 1)
+        result[f"us_per_answer_{name}"] = round(used_s * 1e6, 1)
+        result[f"json_us_per_answer_{name}"] = round(bare_s * 1e6, 1)
+        result[f"times_json_{name}"] = round(used_s / bare_s, 1)
     await workflow.aclose()
     await fleet.close()
-    return found
+    return result
 
 
 def main(argv: list[str] | None = None) -> None:

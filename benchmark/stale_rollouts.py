@@ -144,7 +144,7 @@ class StaleBatches:
         answers = self._generator.answer(prompts, SAMPLES, self._config.seed)
         for index, row in enumerate(rows):
             group = answers[index * SAMPLES : (index + 1) * SAMPLES]
-            yield TrajectoryGroup(trajectories=[_trajectory(one, row, self._tokenizer, version) for one in group])
+            yield TrajectoryGroup(trajectories=[_trajectory(number, row, self._tokenizer, version) for number in group])
 
     def consumed(self, step: int, version: int, weights_checksum: str, ess: float | None) -> None:
         """Nothing is recorded."""

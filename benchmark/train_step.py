@@ -154,13 +154,13 @@ def measure(folder: Path, rank: int, name: str, work: Work) -> dict[str, float]:
     )  # fmt: skip
     mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dims=dims)
     engine = _engine(folder, case, work, mesh)
-    found = {"start_s": time.perf_counter() - began}
-    found |= _fastest(engine, mesh, work)
-    found |= {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    figures = {"start_s": time.perf_counter() - began}
+    figures |= _fastest(engine, mesh, work)
+    figures |= {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
     if dims.world_size > 1 and trainer.backend == "fsdp":
-        found |= _communication(folder, case, work, mesh, engine)
+        figures |= _communication(folder, case, work, mesh, engine)
     mesh.close()
-    return found
+    return figures
 
 
 def _engine(folder: Path, case: Case, work: Work, mesh: TrainerMesh) -> TrainEngine:
@@ -191,51 +191,51 @@ def _step(engine: TrainEngine, batch: TrainBatch, work: Work) -> dict[str, float
     ended = time.perf_counter()
     if not math.isfinite(metrics["grad_norm"].value):
         sys.exit("a step with numbers that are not finite takes other times")
-    found = {"seconds": ended - began, "passes_s": passed - began, "update_s": ended - passed}
-    return found | {"cpu_seconds": time.process_time() - cpu_began, "grad_norm": metrics["grad_norm"].value}
+    seconds = {"seconds": ended - began, "passes_s": passed - began, "update_s": ended - passed}
+    return seconds | {"cpu_seconds": time.process_time() - cpu_began, "grad_norm": metrics["grad_norm"].value}
 
 
 def _fastest(engine: TrainEngine, mesh: TrainerMesh, work: Work) -> dict[str, float]:
     """Of the fastest step and the fastest parts, and the first gradient norm."""
-    found: list[dict[str, float]] = []
+    steps_done: list[dict[str, float]] = []
     batch = _batch(engine, mesh, work)
     for _ in range(work.steps):
         mesh.barrier()
-        found.append(_step(engine, batch, work))
-    fastest = {key: min(step[key] for step in found) for key in found[0] if key != "grad_norm"}
-    return fastest | {"first_grad_norm": found[0]["grad_norm"]}
+        steps_done.append(_step(engine, batch, work))
+    fastest = {key: min(step[key] for step in steps_done) for key in steps_done[0] if key != "grad_norm"}
+    return fastest | {"first_grad_norm": steps_done[0]["grad_norm"]}
 
 
 def _communication(folder: Path, case: Case, work: Work, mesh: TrainerMesh, engine: TrainEngine) -> dict[str, float]:
     """Communication as measured and as predicted, from steps of four engines in the processes of the ranks."""
     dims, free = mesh.dims, FreeMesh(mesh)
     alone, share = TrainerMesh(0, 1, mesh.device), dims.dp * dims.cp
-    own = Work(work.tokens // share, work.sequences // share, work.max_tokens // dims.cp, work.steps)
-    passes = max(own.tokens // own.max_tokens, 1)
-    part, meeting = (_engine(folder / "part", Case(), own, alone) for _ in range(2))
+    share_of_rank = Work(work.tokens // share, work.sequences // share, work.max_tokens // dims.cp, work.steps)
+    passes = max(share_of_rank.tokens // share_of_rank.max_tokens, 1)
+    part, meeting = (_engine(folder / "part", Case(), share_of_rank, alone) for _ in range(2))
     assert isinstance(meeting, FSDPEngine)
     times = sum(meet(meeting._model, each, mesh, passes) for each in meetings(case.shard_size or share, dims))
     fsdp = FSDPEngineConfig(**case.options.get("fsdp", {}), shard_size=case.shard_size)
-    config, tokens = json.loads((folder / "config.json").read_text()), own.tokens // passes
+    config, tokens = json.loads((folder / "config.json").read_text()), share_of_rank.tokens // passes
     operations = exchanges(config, dims, fsdp, tokens=tokens, passes=passes)
-    found = _rounds(
+    medians = _rounds(
         {
             "step": _steps(engine, mesh, work),
             "free_step": _steps(_engine(folder, case, work, free), free, work),
-            "part": _steps(part, alone, own),
-            "meeting": _steps(meeting, alone, own),
+            "part": _steps(part, alone, share_of_rank),
+            "meeting": _steps(meeting, alone, share_of_rank),
             "meetings": lambda: times * seconds_of_meeting(mesh),
             "exchange": lambda: sum(each.count * seconds_of(each, mesh, free) for each in operations),
         },
         mesh,
         work.steps,
     )
-    communication = found["step"] - found["free_step"]
-    waits = found["meeting"] - found["part"] - found["meetings"]
-    predicted = waits + found["exchange"]
+    communication = medians["step"] - medians["free_step"]
+    waits = medians["meeting"] - medians["part"] - medians["meetings"]
+    predicted = waits + medians["exchange"]
     drawn = torch.randint(work.steps, (10_000, work.steps), generator=torch.Generator().manual_seed(0))
     ratios = communication[drawn].quantile(0.5, 1) / predicted[drawn].quantile(0.5, 1)
-    terms = found | {"communication": communication, "wait": waits, "predicted_communication": predicted}
+    terms = medians | {"communication": communication, "wait": waits, "predicted_communication": predicted}
     return {
         **{f"{name}_s": seconds.quantile(0.5).item() for name, seconds in terms.items()},
         "communication_over_predicted": (communication.quantile(0.5) / predicted.quantile(0.5)).item(),
@@ -253,7 +253,7 @@ def _steps(engine: TrainEngine, mesh: TrainerMesh, work: Work) -> Callable[[], f
 
 def _rounds(timed: dict[str, Callable[[], float]], mesh: TrainerMesh, number: int) -> dict[str, Tensor]:
     """Seconds [rounds] of the slowest rank. A round takes each once, in the order opposite to the round before."""
-    found: dict[str, list[float]] = {name: [] for name in timed}
+    medians: dict[str, list[float]] = {name: [] for name in timed}
     order = list(timed)
     for done in range(-WARM_UP, number):
         for name in order:
@@ -261,9 +261,9 @@ def _rounds(timed: dict[str, Callable[[], float]], mesh: TrainerMesh, number: in
             seconds = torch.tensor(timed[name](), dtype=torch.float64)
             slowest = mesh.all_reduce(seconds, op="max").item()
             if done >= 0:
-                found[name].append(slowest)
+                medians[name].append(slowest)
         order.reverse()
-    return {name: torch.tensor(seconds, dtype=torch.float64) for name, seconds in found.items()}
+    return {name: torch.tensor(seconds, dtype=torch.float64) for name, seconds in medians.items()}
 
 
 def run_case(name: str, shape: dict[str, Any], tokens: int, sequences: int, steps: int) -> dict[str, float]:
@@ -275,8 +275,8 @@ def run_case(name: str, shape: dict[str, Any], tokens: int, sequences: int, step
         (LlamaForCausalLM(model) if "lora" in CASES[name].options else model).save_pretrained(folder)
         split = {"num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"}
         tensor_ranks = _trainer(name).parallel.tp
-        own = {key: value // tensor_ranks if key in split else value for key, value in shape.items()}
-        LlamaConfig(**own, **rest).save_pretrained(Path(folder) / "part")
+        sizes = {key: value // tensor_ranks if key in split else value for key, value in shape.items()}
+        LlamaConfig(**sizes, **rest).save_pretrained(Path(folder) / "part")
         command = [sys.executable, __file__, "--folder", folder, "--tokens", str(tokens), "--steps", str(steps)]
         command += ["--sequences", str(sequences)]
         environment = os.environ | MALLOC | {TOKEN_VARIABLE: secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
@@ -287,8 +287,8 @@ def run_case(name: str, shape: dict[str, Any], tokens: int, sequences: int, step
         outputs = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         sys.exit(f"{name}: a rank failed")
-    found = [json.loads(output.splitlines()[-1]) for output in outputs]
-    return {key: max(each[key] for each in found) for key in found[0]}
+    figures = [json.loads(output.splitlines()[-1]) for output in outputs]
+    return {key: max(each[key] for each in figures) for key in figures[0]}
 
 
 def uneven_lengths(sequences: int, tokens: int) -> list[int]:
@@ -342,11 +342,11 @@ def run_packed(*, tiny: bool, sequences: int, tokens: int, rounds: int) -> dict[
         middle = time.process_time()
         padded()
         times.append((middle - began, time.process_time() - middle))
-    own = dict(engine._model.model.named_parameters())
+    parameters = dict(engine._model.model.named_parameters())
     gaps = [
-        (own[name].grad - weight.grad).norm() / weight.grad.norm()
+        (parameters[name].grad - weight.grad).norm() / weight.grad.norm()
         for name, weight in model.named_parameters()
-        if weight.grad is not None and own[name].grad is not None
+        if weight.grad is not None and parameters[name].grad is not None
     ]
     seconds = [median(column) for column in zip(*times[1:], strict=True)]
     return {
@@ -355,7 +355,7 @@ def run_packed(*, tiny: bool, sequences: int, tokens: int, rounds: int) -> dict[
         "padded_tokens": ids.numel(),
         "packed_cpu_s": seconds[0],
         "padded_cpu_s": seconds[1],
-        "padded_over_packed": median(two / one for one, two in times[1:]),
+        "padded_over_packed": median(two / packed for packed, two in times[1:]),
         "gradient_difference": max(gaps).item(),
     }
 
@@ -466,8 +466,8 @@ def main() -> None:
         return
     if args.tree:
         words = ["--tree", "--one", "--dtype", args.dtype, *(["--tiny"] if args.tiny else [])]
-        own = args.one or args.versus is None
-        figures = run_tree(tiny=args.tiny, dtype=args.dtype) if own else None
+        runs_here = args.one or args.versus is None
+        figures = run_tree(tiny=args.tiny, dtype=args.dtype) if runs_here else None
         print(json.dumps(figures or compared("train_step.py", words, args.versus, args.rounds)))
         return
     if args.rank is not None:
@@ -488,8 +488,8 @@ def main() -> None:
             row = run_packed(tiny=args.tiny, sequences=4 * args.sequences, tokens=4 * args.tokens, rounds=args.steps)
             print(json.dumps({"case": name} | {key: round(value, 6) for key, value in row.items()}), flush=True)
             continue
-        found = run_case(name, shape, args.tokens, args.sequences, args.steps)
-        row: dict[str, Any] = {"case": name, "tokens_per_s": args.tokens / found["seconds"], **found}
+        measured = run_case(name, shape, args.tokens, args.sequences, args.steps)
+        row: dict[str, Any] = {"case": name, "tokens_per_s": args.tokens / measured["seconds"], **measured}
         print(
             json.dumps({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}),
             flush=True,

@@ -33,7 +33,7 @@ def areal_figures(
     trained = [row for row in rows if row["step"] > 0]
     elapsed = [row["seconds/elapsed"] for row in trained]
     evaluated = [row for row in rows if "eval/greedy/reward" in row]
-    found = {
+    figures = {
         "steps": len(trained),
         "seconds": round(trained[-1]["time"] - ready_s, 2),
         "seconds_per_step": round(seconds_per_step(elapsed, first=first, last=last or len(elapsed)), 3),
@@ -41,5 +41,5 @@ def areal_figures(
         "staleness": round(fmean(row["rollout/staleness_mean"] for row in trained), 2),
     }
     if evaluated:
-        found |= {mode: evaluated[-1][f"eval/{mode}/reward"] for mode in ("greedy", "sampled")}
-    return found
+        figures |= {mode: evaluated[-1][f"eval/{mode}/reward"] for mode in ("greedy", "sampled")}
+    return figures

@@ -149,9 +149,9 @@ class Trial:
         """`least`: tokens of an answer; a generator that does not know min_new_tokens would do less work."""
         short = {"held_out": "", "goals": {}, "first": 1, "last": TRIAL_STEPS}
         steps = {"max_steps": TRIAL_STEPS * spec["minibatches"]}
-        found = trl_figures(self.applied(spec | short | {"grpo": spec["grpo"] | steps}), folder)
-        is_whole = found is not None and found["tokens_per_answer"] >= least
-        return replace(self, seconds_per_step=found["seconds_per_step"] if found is not None and is_whole else None)
+        figures = trl_figures(self.applied(spec | short | {"grpo": spec["grpo"] | steps}), folder)
+        is_whole = figures is not None and figures["tokens_per_answer"] >= least
+        return replace(self, seconds_per_step=figures["seconds_per_step"] if figures is not None and is_whole else None)
 
 
 def fastest(trials: list[Trial]) -> Trial:
@@ -164,10 +164,10 @@ def run_trl(config: PPOConfig, measured: tuple[int, int | None]) -> dict[str, An
         spec, least = trl_spec(config, folder=folder, measured=measured), config.gconfig.min_new_tokens
         trials = [Trial(threads, False).tried(spec, folder, least) for threads in sorted({ALL_CORES, 1})]
         trials.append(Trial(fastest(trials).threads, True).tried(spec, folder, least))
-        found = trl_figures(fastest(trials).applied(spec), folder)
-    if found is None:
+        figures = trl_figures(fastest(trials).applied(spec), folder)
+    if figures is None:
         sys.exit("TRL failed")
-    return found | {"chosen": asdict(fastest(trials)), "trials": [asdict(trial) for trial in trials]}
+    return figures | {"chosen": asdict(fastest(trials)), "trials": [asdict(trial) for trial in trials]}
 
 
 def trl_figures(spec: dict[str, Any], folder: str) -> dict[str, Any] | None:
@@ -176,8 +176,8 @@ def trl_figures(spec: dict[str, Any], folder: str) -> dict[str, Any] | None:
     path.write_text(json.dumps(spec))
     argv = [str(TRL_PYTHON), str(HERE / "versus_trl_side.py"), str(path)]
     env = os.environ | SPINNING
-    found = subprocess.run(argv, cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, text=True, check=False)
-    return None if found.returncode else json.loads(found.stdout.splitlines()[-1])
+    done = subprocess.run(argv, cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, text=True, check=False)
+    return None if done.returncode else json.loads(done.stdout.splitlines()[-1])
 
 
 def versions() -> dict[str, list[str]]:
@@ -193,7 +193,7 @@ def run_areal(path: str, measured: tuple[int, int | None], *overrides: str) -> t
     folder = REPOSITORY / config.cluster.fileroot / config.experiment_name / config.trial_name
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     # TRL's clock starts with its model in memory, areal's trainer may wait for the servers in its first step
-    ready_s = max(one.stat().st_mtime for one in (folder / "names/ready").iterdir())
+    ready_s = max(path.stat().st_mtime for path in (folder / "names/ready").iterdir())
     return areal_figures(rows, ready_s=ready_s, first=measured[0], last=measured[1]), config
 
 
@@ -205,12 +205,12 @@ def run(*argv: str) -> None:
 
 def compare_quickstart(seed: int, batch: list[int] | None, fileroot: str) -> dict[str, Any]:
     common = (f"seed={seed}", f"cluster.fileroot={fileroot}")
-    own = ("evaluator.eval_before_train=false",)  # TRL does not evaluate before its first train step either
+    options = ("evaluator.eval_before_train=false",)  # TRL does not evaluate before its first train step either
     if batch is not None:
-        own += (f"train_dataset.batch_size={batch[0]}", f"gconfig.n_samples={batch[1]}")
+        options += (f"train_dataset.batch_size={batch[0]}", f"gconfig.n_samples={batch[1]}")
     run("examples/quickstart/prepare.py", f"{fileroot}/quickstart/data", "--seed", str(seed))
     run("-m", "areal", "run", "--config", "examples/quickstart/sft.yaml", *common)
-    areal, config = run_areal(QUICKSTART, (5, None), *common, *own)
+    areal, config = run_areal(QUICKSTART, (5, None), *common, *options)
     trl = run_trl(config, (5, None))
     return {"seed": seed, "areal": areal, "trl": trl, "ratio": round(trl["seconds"] / areal["seconds"], 2)}
 
@@ -235,21 +235,21 @@ def compare_steps(
     path: str, staleness: list[int], fileroot: str, measured: tuple[int, int], *changes: str
 ) -> dict[str, Any]:
     """Seconds per train step of areal at each staleness, and of TRL, whose last step is the last measured one."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for eta in staleness:
         overrides = (f"cluster.fileroot={fileroot}", f"trial_name=staleness-{eta}", *changes)
         figures, config = run_areal(path, measured, *overrides, f"rollout.max_head_offpolicyness={eta}")
-        found[f"areal_staleness_{eta}"] = figures
-    found["trl"] = run_trl(replace(config, total_train_steps=MEASURED_OF_TRL[1]), MEASURED_OF_TRL)
-    seconds = found["trl"]["seconds_per_step"]
+        result[f"areal_staleness_{eta}"] = figures
+    result["trl"] = run_trl(replace(config, total_train_steps=MEASURED_OF_TRL[1]), MEASURED_OF_TRL)
+    seconds = result["trl"]["seconds_per_step"]
     for eta in staleness:
-        found[f"ratio_staleness_{eta}"] = round(seconds / found[f"areal_staleness_{eta}"]["seconds_per_step"], 2)
-    return found | {"load": load()}
+        result[f"ratio_staleness_{eta}"] = round(seconds / result[f"areal_staleness_{eta}"]["seconds_per_step"], 2)
+    return result | {"load": load()}
 
 
 def load() -> list[float]:
     """Runnable processes in the mean of 1, 5 and 15 minutes: the cores do other work when it exceeds their number."""
-    return [round(one, 1) for one in os.getloadavg()]
+    return [round(average, 1) for average in os.getloadavg()]
 
 
 def make_wide_model(folder: Path) -> None:
@@ -302,18 +302,18 @@ def main() -> None:
     if Path(args.fileroot).exists():
         sys.exit(f"{args.fileroot} exists, and complete runs do not run again: delete it or choose another --fileroot")
     chosen = WORKLOADS if args.only is None else (args.only,)
-    found: dict[str, Any] = {"cores": ALL_CORES, "load": load(), "transformers_and_torch": versions()}
+    result: dict[str, Any] = {"cores": ALL_CORES, "load": load(), "transformers_and_torch": versions()}
     if "quickstart" in chosen:
-        found["quickstart"] = [compare_quickstart(seed, args.batch, f"{args.fileroot}/{seed}") for seed in args.seeds]
+        result["quickstart"] = [compare_quickstart(seed, args.batch, f"{args.fileroot}/{seed}") for seed in args.seeds]
         for name, mean in (("medians", median), ("means", fmean)):
-            trl, areal = (mean(one[side]["seconds"] for one in found["quickstart"]) for side in ("trl", "areal"))
-            found[f"ratio_of_{name}"] = round(trl / areal, 2)
+            trl, areal = (mean(row[side]["seconds"] for row in result["quickstart"]) for side in ("trl", "areal"))
+            result[f"ratio_of_{name}"] = round(trl / areal, 2)
     for name in ("wide", "equal"):
         if name in chosen:
-            found[name] = compare_wide(args.staleness, f"{args.fileroot}/{name}", equal=name == "equal")
+            result[name] = compare_wide(args.staleness, f"{args.fileroot}/{name}", equal=name == "equal")
     if "smollm2" in chosen:
-        found["smollm2"] = compare_smollm2(args.staleness, args.fileroot)
-    print(json.dumps(found))
+        result["smollm2"] = compare_smollm2(args.staleness, args.fileroot)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -83,13 +83,15 @@ class Watch(TrainerCallback):
     def _evaluate(self, *, do_sample: bool) -> float:
         assert self._inputs is not None
         self._model.eval()
-        found = self._model.generate(
+        generated = self._model.generate(
             **{name: self._inputs[name] for name in ("input_ids", "attention_mask")},
             do_sample=do_sample,
             max_new_tokens=self._spec["grpo"]["max_completion_length"],
         )
         self._model.train()
-        texts = self._tokenizer.batch_decode(found[:, self._inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        texts = self._tokenizer.batch_decode(
+            generated[:, self._inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
         pairs = zip(self._held_out, texts, strict=True)
         scores = [self._reward(completion=text, prompt_ids=[], completion_ids=[], **row) for row, text in pairs]
         return sum(scores) / len(scores)

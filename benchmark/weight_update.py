@@ -282,12 +282,12 @@ def streaming(address: str, folder: Path, mode: str, dtype: str) -> Iterator[Str
 
 def seconds_of(call: Any, repeats: int = 3) -> float:
     """The median of `repeats` calls after a first one."""
-    found: list[float] = []
+    times: list[float] = []
     for _ in range(repeats + 1):
         start_s = time.perf_counter()
         call()
-        found.append(time.perf_counter() - start_s)
-    return median(found[1:])
+        times.append(time.perf_counter() - start_s)
+    return median(times[1:])
 
 
 def memcpy_seconds(num_bytes: int) -> float:
@@ -373,18 +373,18 @@ def one_model(size: str, dtype: str, args: argparse.Namespace) -> list[dict[str,
             for mode in args.modes:
                 for kind in args.kinds:
                     with streaming(address, folder, mode, dtype) as stream:
-                        found = measure(engine, stream, kind, folder, args.updates, version)
+                        figures = measure(engine, stream, kind, folder, args.updates, version)
                     version += args.updates + 1
-                    load = found["fleet_s"] if kind == "disk" else 0.0
+                    load = figures["fleet_s"] if kind == "disk" else 0.0
                     row = {"size": size, "dtype": dtype, "kind": kind, "mode": mode, "megabytes": num_bytes / 1e6}
                     row |= {"memcpy_s": memcpy, "gather_s": gather, "cast_s": max(cast, 0.0)}
-                    row |= {"transfer_s": max(found["publish_s"] - load - gather - cast, 0.0), "load_s": load}
-                    stall = max(found["longest_wait_s"] - found["quiet_wait_s"], 0.0)
+                    row |= {"transfer_s": max(figures["publish_s"] - load - gather - cast, 0.0), "load_s": load}
+                    stall = max(figures["longest_wait_s"] - figures["quiet_wait_s"], 0.0)
                     row |= {
-                        **found,
+                        **figures,
                         "stall_s": stall,
                         "stall_over_memcpy": stall / memcpy,
-                        "swap_over_memcpy": found["swap_s"] / memcpy,
+                        "swap_over_memcpy": figures["swap_s"] / memcpy,
                     }
                     rows.append(rounded(row))
                     print(json.dumps(rows[-1]), flush=True)
@@ -399,7 +399,7 @@ def _loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
 def with_deltas(size: str, rates: list[float], args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each learning rate; whole weights are measured with the first one, in turn with differences."""
     rows: list[dict[str, Any]] = []
-    found: dict[str, list[dict[str, float]]] = {"full": [], "delta": []}
+    results: dict[str, list[dict[str, float]]] = {"full": [], "delta": []}
     for rate in rates:
         with tempfile.TemporaryDirectory(dir=args.folder) as name:
             folder = Path(name)
@@ -421,8 +421,8 @@ def with_deltas(size: str, rates: list[float], args: argparse.Namespace) -> list
 
             for _ in range(STEPS_BEFORE):
                 train()
-            kinds = ("delta",) if found["full"] else ("delta", "full")
-            found["delta"] = []
+            kinds = ("delta",) if results["full"] else ("delta", "full")
+            results["delta"] = []
             with (
                 running_server(folder / "model", "bfloat16", folder) as address,
                 streaming(address, folder, "keep_cache", "bfloat16") as stream,
@@ -444,15 +444,15 @@ def with_deltas(size: str, rates: list[float], args: argparse.Namespace) -> list
                         version += 1
                         result, num_tokens = one_update(channel, control, source, stream, version, num_tokens)
                         if number:
-                            found[kind].append(result)
-        full, delta = medians(found["full"]), medians(found["delta"])
+                            results[kind].append(result)
+        full, delta = medians(results["full"]), medians(results["delta"])
         stalls = [max(row["longest_wait_s"] - row["quiet_wait_s"], 0.0) for row in (full, delta)]
         row: dict[str, Any] = {"size": size, "lr": rate, "full_s": full["publish_s"], "delta_s": delta["publish_s"]}
         row |= {"time_ratio": full["publish_s"] / delta["publish_s"], "bytes_ratio": delta["share_of_full"]}
         row |= {"full_stall_s": stalls[0], "delta_stall_s": stalls[1]}
         row |= {"full": rounded({name: full[name] for name in PARTS})}
         row |= {"delta": rounded({name: delta[name] for name in PARTS})}
-        row["delta_rounds_s"] = [float(f"{each['publish_s']:.3g}") for each in found["delta"]]
+        row["delta_rounds_s"] = [float(f"{each['publish_s']:.3g}") for each in results["delta"]]
         rows.append(rounded(row))
         print(json.dumps(rows[-1]), flush=True)
     return rows

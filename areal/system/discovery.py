@@ -102,7 +102,7 @@ class FileRegistry:
         changed_ns, now_s = _changed_ns(folder), time.monotonic()
         last = self._listings.get(prefix)
         if last is not None and last.changed_ns == changed_ns and last.read_s - last.first_s > _SETTLED_S:
-            return dict(last.found)
+            return dict(last.values)
         first_s = last.first_s if last is not None and last.changed_ns == changed_ns else now_s
         paths = sorted(folder.rglob("*.json"))
         names = [path.relative_to(self._folder).as_posix().removesuffix(".json") for path in paths]
@@ -140,7 +140,7 @@ class _Listing:
     first_s: float
     """When this change was first seen."""
     read_s: float
-    found: dict[str, str]
+    values: dict[str, str]
 
 
 def _changed_ns(folder: Path) -> int:

@@ -101,7 +101,7 @@ def weighs_once(engine) -> bool:
 def most_held(engine) -> float:
     """The most bytes of published weights that a rank holds besides its own, in multiples of the largest weight; a
     collective."""
-    own = {value.untyped_storage().data_ptr() for value in engine._own.own.values()}
+    own = {value.untyped_storage().data_ptr() for value in engine._weights.parameters.values()}
     sizes: list[int] = []
     alive: list[weakref.ref[torch.Tensor]] = []
     peak = 0

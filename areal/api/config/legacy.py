@@ -290,7 +290,7 @@ class LegacyKeys:
     cls: type[Any]
     tree: dict[str, Any]
     """The values that the user wrote, interpolations resolved; the rules add others."""
-    given: dict[str, Any]
+    written: dict[str, Any]
     """The same before interpolations are resolved."""
     problems: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
     ignored: list[str] = field(default_factory=list[str])
@@ -392,7 +392,7 @@ class LegacyKeys:
         present = self._value(other)
         parts = cast("dict[str, Any]", new if isinstance(new, dict) else {})
         agrees = present == new or (bool(parts) and all(_below(present, key) == parts[key] for key in parts))
-        if (_below(self.given, other) is not None and not agrees) or not self._set(other, new):
+        if (_below(self.written, other) is not None and not agrees) or not self._set(other, new):
             self._differs(path, value, other, present)
 
     def _schedule(self, value: Any, path: str) -> None:
@@ -420,7 +420,7 @@ class LegacyKeys:
                 continue
             for name, new in options.items():
                 other, old = origins.setdefault(name, (path, new))
-                if _below(self.given, f"launcher.{name}") is not None:
+                if _below(self.written, f"launcher.{name}") is not None:
                     is_equal = _below(self.tree, f"launcher.{name}") == new
                     self.ignored += [] if is_equal or path in self.ignored else [path]
                 elif old != new:

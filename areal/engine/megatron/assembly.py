@@ -157,7 +157,7 @@ def fill(
         copy_weights(weights, drawn_weights(hf, is_critic=head.has_score, seed=seed), put)
         return
     reader = CheckpointReader(folder)
-    score = weights.own.get(HEAD)
+    score = weights.parameters.get(HEAD)
     if head.has_score and config.optimizer is not None and not reader.has(HEAD):
         if score is not None:
             with torch.no_grad():

@@ -180,7 +180,7 @@ class MegatronEngine:
         dtype: torch.dtype,
         source: Path,
     ) -> None:
-        self._chunks, self._hf, self._head, self._own = list(chunks), hf, head, weights
+        self._chunks, self._hf, self._head, self._weights = list(chunks), hf, head, weights
         self._config, self._mesh, self._groups = config, mesh, groups
         self._optimizer, self._dtype, self._source = optimizer, dtype, source
         self._routing = routing
@@ -251,24 +251,24 @@ class MegatronEngine:
     def named_weights(self, *, stored: bool = False) -> Iterator[tuple[str, Tensor]]:
         if self._optimizer is not None:
             self._optimizer.gather_weights()
-        for weight in self._own.weights:
-            local, dtype = self._own.own.get(key_of(weight)), self._dtype_of(weight)
+        for weight in self._weights.weights:
+            local, dtype = self._weights.parameters.get(key_of(weight)), self._dtype_of(weight)
             if stored and self._optimizer is not None:
                 dtype = torch.float32
                 local = None if local is None else self._optimizer.state_of(weight, local, ())["value"]
-            parts = self._own.whole(weight, local, dtype)
+            parts = self._weights.whole(weight, local, dtype)
             for part, value in zip(weight.parts, parts, strict=True):
                 yield part.name, value
 
     def weight_specs(self) -> list[WeightSpec]:
         return [
             WeightSpec(name=part.name, shape=[*part.shape], dtype=str(self._dtype_of(weight))[len("torch.") :])
-            for weight in self._own.weights
+            for weight in self._weights.weights
             for part in weight.parts
         ]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        copy_weights(self._own, weights, Tensor.copy_ if self._optimizer is None else self._optimizer.set_value)
+        copy_weights(self._weights, weights, Tensor.copy_ if self._optimizer is None else self._optimizer.set_value)
 
     def save(self, path: Path, *, with_optimizer: bool) -> None:
         if with_optimizer:
@@ -285,11 +285,11 @@ class MegatronEngine:
         )
 
     def stage(self, *, copies: bool) -> StagedPieces:
-        staged = staged_pieces(self._own, self._optimizer, self._mesh)
+        staged = staged_pieces(self._weights, self._optimizer, self._mesh)
         return replace(staged, pieces=self._host_copies.of(staged.pieces)) if copies else staged
 
     def load(self, path: Path) -> None:
-        load_state(path, self._own, self._optimizer)
+        load_state(path, self._weights, self._optimizer)
 
     def _dtype_of(self, weight: MappedWeight) -> torch.dtype:
         is_exact = weight.parts[0].name == HEAD or weight.name.endswith(EXPERT_BIAS)

@@ -45,7 +45,7 @@ class MegatronOptimizer:
     ) -> None:
         assert config.optimizer is not None
         self._config, self._total_steps = config.optimizer, total_steps
-        self._chunks, self._own, self._mesh, self._groups = chunks, weights, mesh, groups
+        self._chunks, self._weights, self._mesh, self._groups = chunks, weights, mesh, groups
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # an empty table of overrides: weight decay for all weights, as with FSDP
@@ -71,7 +71,9 @@ class MegatronOptimizer:
         if broken or not math.isfinite(total_loss):
             kind = "gradient" if math.isfinite(total_loss) else "loss"
             gradients = {
-                name: grad for name, p in self._own.own.items() if (grad := getattr(p, "main_grad", None)) is not None
+                name: grad
+                for name, p in self._weights.parameters.items()
+                if (grad := getattr(p, "main_grad", None)) is not None
             }
             raise TrainingDiverged(kind, self._worst(gradients), rate)
         if norm > self._config.gradient_clipping:
@@ -83,7 +85,7 @@ class MegatronOptimizer:
         self.clear_gradients()
         self.num_steps += 1
         if not self._weight_norm_squared() < MAX_WEIGHT_NORM**2:
-            raise TrainingDiverged("weight", self._worst(self._own.own), rate)
+            raise TrainingDiverged("weight", self._worst(self._weights.parameters), rate)
         return {"lr": Metric(rate), "grad_norm": Metric(norm)}
 
     def gather_weights(self) -> None:
@@ -123,10 +125,10 @@ class MegatronOptimizer:
     def _weight_norm_squared(self) -> float:
         """Sum of squares over all weights, each once; a collective."""
         total = torch.zeros((), dtype=torch.float64)
-        for weight, value in self._own.of_rank(with_copies=False):
-            copies = self._own.data_group(weight).size()
+        for weight, value in self._weights.of_rank(with_copies=False):
+            copies = self._weights.data_group(weight).size()
             if weight.split is None:
-                copies *= self._own.tensor_group(weight).size()
+                copies *= self._weights.tensor_group(weight).size()
             total += value.detach().float().square().sum().cpu().double() / copies
         return float(self._mesh.all_reduce(total.reshape(1)).item())
 
@@ -135,8 +137,8 @@ class MegatronOptimizer:
 
         `tensors`: by `key_of`, of this rank; a collective.
         """
-        order = {part.name: 0.0 for weight in self._own.weights for part in weight.parts[:1]}
-        for weight, _ in self._own.of_rank():
+        order = {part.name: 0.0 for weight in self._weights.weights for part in weight.parts[:1]}
+        for weight, _ in self._weights.of_rank():
             if (value := tensors.get(key_of(weight))) is not None:
                 order[weight.parts[0].name] += float(value.detach().float().square().sum())
         squares = torch.tensor(list(order.values()), dtype=torch.float64)
@@ -152,7 +154,7 @@ class MegatronOptimizer:
         main = self._main_of(parameter)
         if not isinstance(parameter, nn.Parameter):  # a buffer, which all ranks have
             return {"value": parameter.detach().float()}
-        group = self._own.data_group(weight)
+        group = self._weights.data_group(weight)
         whole: dict[str, Tensor] = {}
         for kind in ("value", *kinds):
             joined = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)

@@ -41,16 +41,16 @@ class RankWeights:
         self.num_experts = num_experts // groups.ep.size()
         """Experts of a layer on this rank."""
         named = [dict(chunk.named_parameters()) | dict(chunk.named_buffers()) for chunk in chunks]
-        self.own: dict[str, Tensor] = {}
+        self.parameters: dict[str, Tensor] = {}
         """Megatron's name in the whole model -> this rank's part of the weight."""
         for weight in [*self.weights, *self._copies]:
             if self._is_own(weight):
-                self.own[key_of(weight)] = parameter = self._find(weight, named)
+                self.parameters[key_of(weight)] = parameter = self._find(weight, named)
                 # norms of gradients count a weight that tensor ranks do not split once
                 parameter.tensor_model_parallel = weight.split is not None  # pyright: ignore[reportAttributeAccessIssue]
                 if weight.expert is not None:  # also where e is 1: their data ranks are not those of other weights
                     parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
-        mapped = {id(value) for value in self.own.values()}
+        mapped = {id(value) for value in self.parameters.values()}
         trained = [each for chunk in chunks for each in chunk.named_parameters()]
         unmapped = [name for name, value in trained if id(value) not in mapped]
         if unmapped:
@@ -59,7 +59,7 @@ class RankWeights:
     def of_rank(self, *, with_copies: bool = True) -> Iterator[tuple[MappedWeight, Tensor]]:
         """The weights that this rank has a part of, in the order of the map."""
         for weight in [*self.weights, *(self._copies if with_copies else ())]:
-            if (parameter := self.own.get(key_of(weight))) is not None:
+            if (parameter := self.parameters.get(key_of(weight))) is not None:
                 yield weight, parameter
 
     def without(self, name: str) -> "RankWeights":
@@ -88,7 +88,7 @@ class RankWeights:
         parts: list[Tensor] | None = None
         if local is not None:
             parts = self.gathered(weight, local.detach().to(dtype))
-        device = next(iter(self.own.values())).device
+        device = next(iter(self.parameters.values())).device
         if parts is None:
             parts = [torch.empty(part.shape, dtype=dtype, device=device) for part in weight.parts]
         if weight.expert is not None and self._groups.ep.size() > 1 and self._stage == self.owner_stage(weight):
@@ -215,7 +215,7 @@ def copy_weights(weights: RankWeights, tensors: Iterable[tuple[str, Tensor]], pu
             parts_by_name[name] = value.detach().clone() if len(weight.parts) > 1 else value.detach()
             if len(parts_by_name) == len(weight.parts):
                 parts = [parts_by_name[part.name] for part in weight.parts]
-                put(weights.own[key_of(weight)], weights.local_of(weight, parts))
+                put(weights.parameters[key_of(weight)], weights.local_of(weight, parts))
                 missing.discard(key_of(weight))
                 del pending[key_of(weight)]
     if missing:
