@@ -33,7 +33,7 @@ BUDGET = {
     "areal": Size(66, 2, 0),
     "cli": Size(3907, 18, 0),
     "data": Size(3873, 18, 0),
-    "engine": Size(8447, 27, 0),
+    "engine": Size(8449, 27, 0),
     "environments": Size(2004, 13, 0),
     "evaluate": Size(974, 5, 0),
     "fleet": Size(6281, 15, 0),
