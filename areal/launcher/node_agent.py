@@ -109,14 +109,23 @@ class NodeAgent:
         while not self._is_abandoned:
             for message in self._receive(_LOOK_S):
                 if isinstance(message, Open):
+                    self._await_folder(message)
                     began_s = time.monotonic()
-                    error = folder_problem(message, self._silence_s / 2)
+                    error = folder_problem(message)
                     code, seconds = "launch.folder_not_shared" if error else "", time.monotonic() - began_s
                     self._send(Reply(id=message.id, error=error, code=code, seconds=seconds))
                     if not error:
                         return LocalBackend(RunPaths(Path(message.run_dir)), message.secrets)
             self._show_life(None)
         return None
+
+    def _await_folder(self, run: Open) -> None:
+        """Wait until the node sees the run folder, at most `limit_s`."""
+        until_s = time.monotonic() + run.limit_s
+        while not _sees_run(run) and time.monotonic() < until_s and not self._is_abandoned:
+            for _ in self._receive(_LOOK_S):
+                pass  # the launcher sends only pings until it has the reply
+            self._show_life(None)
 
     def _receive(self, limit_s: float) -> Iterator[ToAgent]:
         """The messages that have arrived; waits at most `limit_s` for the first. What is not taken stays for later."""
@@ -230,16 +239,19 @@ def _prepared(hello: Hello) -> Facts:
     )
 
 
-def folder_problem(run: Open, limit_s: float) -> str:
-    """Why the launcher's run folder is not usable here; empty when it is.
+def _sees_run(run: Open) -> bool:
+    """An NFS client remembers for up to a minute that a name does not exist, unless its folder is opened."""
+    probe = Path(run.run_dir) / run.probe
+    for folder in reversed(probe.parents):
+        with contextlib.suppress(OSError):
+            os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    return os.path.exists(probe)  # no error, unlike Path.exists
 
-    A client of NFS that has looked for the folder before remembers for a while that it does not exist.
-    """
+
+def folder_problem(run: Open) -> str:
+    """Why the launcher's run folder is not usable here; empty when it is."""
     folder = Path(run.run_dir)
     advice = "cluster.fileroot must be a folder that all nodes share"
-    until_s = time.monotonic() + limit_s
-    while not (folder / run.probe).exists() and time.monotonic() < until_s:
-        time.sleep(0.05)
     try:
         text = (folder / run.probe).read_text()
         write_atomic(folder / f"{run.probe}.{socket.gethostname()}", run.probe_text.encode())

@@ -156,6 +156,7 @@ class CommandTransport:
 
 _START_LIMIT_S = 20.0
 _ANSWER_LIMIT_S = 3.0  # The supervisor's loop waits at most this long for log lines or stacks of a node.
+_FOLDER_LIMIT_S = 20.0  # The network file system of a node must show the run folder within this time.
 _SEEN_LIMIT_S = 10.0  # A shared folder must show a file that another node has renamed into place within this time.
 _CLOSE_LIMIT_S = 5.0
 _KEPT_LINES = 50
@@ -250,9 +251,14 @@ class NodeLink:
         probe.write_text(text)
         try:
             message = wire.Open(
-                id=number, run_dir=str(paths.root), secrets=dict(secrets), probe=probe.name, probe_text=text
+                id=number,
+                run_dir=str(paths.root),
+                secrets=dict(secrets),
+                probe=probe.name,
+                probe_text=text,
+                limit_s=_FOLDER_LIMIT_S,
             )
-            written_s = self._answer(message, number, _START_LIMIT_S).seconds
+            written_s = self._answer(message, number, _START_LIMIT_S + _FOLDER_LIMIT_S).seconds
             answered_s = time.monotonic()
             while not (is_seen := [path.read_text() for path in paths.root.glob(f"{probe.name}.*")] == [text]):
                 if time.monotonic() - answered_s > _SEEN_LIMIT_S:

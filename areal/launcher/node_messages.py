@@ -39,6 +39,8 @@ class Open:
     probe: str
     """A file in the run folder that the launcher has just written."""
     probe_text: str
+    limit_s: float
+    """How long the agent waits for this file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

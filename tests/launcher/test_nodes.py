@@ -13,10 +13,11 @@ import pytest
 
 from areal.api.config.launcher import SlurmConfig
 from areal.api.errors import LaunchError
+from areal.launcher import node_link
 from areal.launcher.job import moved
-from areal.launcher.node_agent import folder_problem, own_address
+from areal.launcher.node_agent import own_address
 from areal.launcher.node_link import CommandTransport, NodeLink, agent_command
-from areal.launcher.node_messages import TO_AGENT, Hello, Open, Start
+from areal.launcher.node_messages import FROM_AGENT, TO_AGENT, Alive, Hello, Open, Reply, Start
 from areal.launcher.nodes import NodeChoice, NodesBackend
 from areal.launcher.placement import Machine
 from areal.system.network import Host
@@ -97,25 +98,54 @@ def test_an_agent_reports_the_facts_of_its_node(link, tmp_path):
     assert abs(facts.clock_s - time.time()) < 60
 
 
-def test_a_run_folder_that_is_another_one_there_is_refused(link, tmp_path):
+def test_a_run_folder_that_is_another_one_there_is_refused(link, tmp_path, monkeypatch):
     """Each node has a private /dev/shm, as folders that only look shared."""
+    monkeypatch.setattr(node_link, "_FOLDER_LIMIT_S", 0.2)
     private = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{tmp_path}" && exec {" ".join(AGENT)}')
     with raises_code("launch.folder_not_shared", "node2"):
-        link("node2", private, silence_s=1.0)
+        link("node2", private)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_agent_waits_for_a_run_folder_that_its_node_does_not_see_yet(tmp_path, monkeypatch):
-    """As a client of NFS that remembers that the folder did not exist."""
-    folder = tmp_path / "run"
+@contextmanager
+def agent_with_run(folder, *, limit_s):
+    """An agent that has received the name of a run."""
+    with subprocess.Popen(AGENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
+        run = Open(id=0, run_dir=str(folder), secrets={}, probe="probe", probe_text="x", limit_s=limit_s)
+        for message in (Hello(folder=os.getcwd(), silence_s=600.0), run):
+            agent.stdin.write(TO_AGENT.dump_json(message).decode() + "\n")
+        agent.stdin.flush()
+        yield agent
 
-    def seen(seconds):
+
+def next_message(agent, kind):
+    messages = (FROM_AGENT.validate_json(line) for line in agent.stdout)
+    return next(message for message in messages if isinstance(message, kind))
+
+
+def test_an_agent_waits_for_a_run_folder_that_its_node_does_not_see_yet(tmp_path):
+    """As a client of NFS that remembers that the folder did not exist. The launcher hears of the agent meanwhile."""
+    folder = tmp_path / "run"
+    with agent_with_run(folder, limit_s=600.0) as agent:
+        next_message(agent, Alive)
+        next_message(agent, Alive)
         folder.mkdir()
         (folder / "probe").write_text("x")
+        assert next_message(agent, Reply).error == ""
 
-    monkeypatch.setattr(time, "sleep", seen)
-    run = Open(id=0, run_dir=str(folder), secrets={}, probe="probe", probe_text="x")
-    assert folder_problem(run, limit_s=60.0) == ""
+
+def test_an_agent_that_waits_for_a_run_folder_ends_when_the_launcher_does(tmp_path):
+    with agent_with_run(tmp_path / "run", limit_s=600.0) as agent:
+        next_message(agent, Alive)
+        agent.stdin.close()
+        assert agent.wait(30) == 0
+
+
+def test_an_agent_says_why_it_cannot_look_for_a_run_folder(tmp_path):
+    with agent_with_run(tmp_path / ("x" * 300), limit_s=0.0) as agent:
+        reply = next_message(agent, Reply)
+    assert "File name too long: cluster.fileroot must be" in reply.error
+    assert reply.code == "launch.folder_not_shared"
 
 
 def test_a_process_runs_in_the_container_of_its_agent(link, tmp_path, monkeypatch):
@@ -214,7 +244,7 @@ def test_an_agent_ends_its_processes_when_the_launcher_is_silent(tmp_path):
     with subprocess.Popen(AGENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
         hello = Hello(folder=os.getcwd(), silence_s=0.5)
         (tmp_path / "probe").write_text("x")
-        run = Open(id=0, run_dir=str(tmp_path), secrets={}, probe="probe", probe_text="x")
+        run = Open(id=0, run_dir=str(tmp_path), secrets={}, probe="probe", probe_text="x", limit_s=0.0)
         for message in (hello, run, Start(id=1, planned=program(tmp_path, SLEEPS))):
             agent.stdin.write(TO_AGENT.dump_json(message).decode() + "\n")
             agent.stdin.flush()
