@@ -19,6 +19,7 @@ from areal.api.errors import ConfigError
 from areal.models.output_head import routers_of
 from areal.models.recurrent_layers import state_layers
 from areal.observe.log import get_logger
+from areal.weights.update_group import is_finite
 
 _LOG = get_logger(__name__)
 _IN_BLOCK = re.compile(r"(^|\.)layers\.\d+\.")
@@ -209,7 +210,10 @@ class QuantizedLinear(nn.Linear):
 
 @torch.no_grad()
 def quantize(model: PreTrainedModel, kind: str) -> None:
-    """Replace the linear layers in the blocks of a decoder, one after the other. ConfigError for other models."""
+    """Replace the linear layers in the blocks of a decoder, one after the other.
+
+    ConfigError for other models, and for a weight with numbers that are not finite: some kinds would store finite ones.
+    """
     what = "experts" if routers_of(model) else "layers with a state" if state_layers(model) else ""
     if what:
         raise ConfigError(quantization_refusal(kind, what), code="model.unsupported")
@@ -224,7 +228,11 @@ def quantize(model: PreTrainedModel, kind: str) -> None:
     for name in names:  # a weight is freed before the next one is quantized
         path, _, last = name.rpartition(".")
         parent = decoder.get_submodule(path)
-        setattr(parent, last, QuantizedLinear(getattr(parent, last), scheme))
+        linear_layer = getattr(parent, last)
+        if not is_finite(linear_layer.weight):
+            message = f"native.quantization={kind}: weight {name} of the checkpoint has numbers that are not finite"
+            raise ConfigError(f"{message}: use another checkpoint", code="weights.not_finite")
+        setattr(parent, last, QuantizedLinear(linear_layer, scheme))
     layers = quantized_layers(model)
     before = sum(layer.weight.nbytes for layer in layers)
     after = sum(tensor.nbytes for layer in layers for tensor in layer.held)

@@ -16,7 +16,7 @@ from areal.inference.quantization import SCHEMES, Fp4Blocks, QuantizedLinear, qu
 from areal.inference.weight_update import ServedWeights, weight_bytes
 from areal.system.network import TOKEN_VARIABLE
 from areal.weights.collective import DeltaCollectiveChannel
-from tests.expect import serve
+from tests.expect import raises_code, serve
 from tests.fake_ranks import FakeRanks
 from tests.fixed_trainer import FixedTrainer
 from tests.inference.test_adapters import load, write_adapter
@@ -330,6 +330,14 @@ def test_decode_graphs_compute_with_the_codes_of_an_update(build_model, drive, p
             driver.engine.install_weights(str(seed), "retract")
     assert found[:3] == found[3:]
     assert found[0] != found[1] != found[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_with_numbers_that_are_not_finite_is_refused(build_model, kind):
+    model = build_model("qwen3-gqa").requires_grad_(False)
+    model.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
+    with raises_code("weights.not_finite", "weight layers.1.mlp.up_proj of the checkpoint"):
+        quantize(model, kind)
 
 
 def test_a_weight_that_is_not_finite_leaves_the_old_ones(build_model):
