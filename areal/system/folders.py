@@ -556,7 +556,8 @@ def _pulling(root: Path, is_done: Callable[[], bool]) -> Iterator[bool]:
             if (ends := is_done()) or is_exclusive:
                 yield not ends
                 return
-        if time.time() - max(since, _last_change(root)) > _IDLE_S:
+        is_idle = time.time() - since > _IDLE_S  # as far as is known: a walk through the files costs time
+        if is_idle and time.time() - (since := max(since, _last_change(root))) > _IDLE_S:
             text = f"another process of this machine pulls weights to {root} and has written nothing for {_IDLE_S:g} s"
             raise WeightSyncError(f"{text}: end the server that hangs", code="weights.pull_failed")
         time.sleep(_POLL_S)

@@ -7,6 +7,7 @@ import errno
 import os
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedIOBase
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -156,16 +158,26 @@ def test_a_process_that_pulls_is_waited_for_while_it_writes(
     pulled = puller.pull(trainer.urls[0]).path
     os.utime(pulled / "model", (2**33, 2**33))
     assert folders._last_change(pulled.parent) == 2**33
-    seen = iter([2.0**33, 2.0**33, 0.0])
-    monkeypatch.setattr(folders, "_last_change", lambda _: next(seen))
-    monkeypatch.setattr(folders, "_IDLE_S", 0.0)
+    clock_s, walked_s = 0.0, list[float]()
+
+    def sleep(seconds: float) -> None:
+        nonlocal clock_s
+        clock_s += seconds
+
+    def last_change(_: Path) -> float:
+        walked_s.append(clock_s)
+        return 350.0
+
+    monkeypatch.setattr(folders, "_last_change", last_change)
+    monkeypatch.setattr(folders, "_POLL_S", 100.0)
+    monkeypatch.setattr(folders, "time", SimpleNamespace(time=lambda: clock_s, sleep=sleep, monotonic=time.monotonic))
     with (
         exclusive(pulled.parent / ".pulling") as is_held,
-        raises_code("weights.pull_failed", "written nothing for 0 s"),
+        raises_code("weights.pull_failed", "written nothing for 300 s"),
     ):
         assert is_held
         puller.pull(trainer.urls[1])
-    assert not list(seen)
+    assert walked_s == [400.0, 700.0], "only when 300 s have passed since the last change that is known"
 
 
 def test_leftovers_of_killed_processes_are_removed_and_push_out_no_version(
