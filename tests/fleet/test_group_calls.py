@@ -45,7 +45,6 @@ class Requests:
     def start(self, part: GenerationRequest) -> asyncio.Task[None]:
         answer = Answer(part, self._form)
         answer.next_part("server-0")
-        answer.part = part  # the id without a number
         return asyncio.create_task(self._run(answer))
 
 

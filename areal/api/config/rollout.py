@@ -16,7 +16,7 @@ _SAMPLED = when("greedy", False)
 QUANTIZED_GROUP = 32
 """Inputs that share a scale in native.quantization=int4."""
 QUANTIZED_BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.0, "mxfp4": 4.25, "nvfp4": 4.5}
-"""Bits of a weight by kind of native.quantization, with the scales that native.dtype has no influence on."""
+"""Bits of a weight by kind of native.quantization, with its share of the 8-bit scales (mxfp4, nvfp4)."""
 
 
 def quantization_refusal(kind: str, what: str) -> str:
@@ -80,7 +80,7 @@ class NativeServerConfig:
     head_dtype: str = choice("auto", "auto", "float32", "compute", relevant=when("dtype", "bfloat16"))
     """Data type of logits: compute = that of `dtype`, auto = float32 on CUDA, else compute."""
     quantization: str = option("none", also="verl, cosmos-rl: rollout.quantization")
-    """Linear layers: fp8, int8 = scaled per output; int4, mxfp4 = per 32 inputs, nvfp4 = 16; updates are quantized."""
+    """Weights of linear layers: int8, fp8 (a scale per output), int4, mxfp4 (per 32 inputs), nvfp4 (per 16), none."""
     weight_buffer: str = choice("auto", "auto", "device", "host", relevant=when("device", "auto", "cuda"))
     """Second copy of the weights, for updates: device, host = updates wait for a copy, auto = device if it fits."""
     device: str = choice("auto", "auto", "cpu", "cuda")
