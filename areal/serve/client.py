@@ -255,6 +255,17 @@ class Policy:
         self, prompts: Sequence[Sequence[int]], num_samples: int = 1, *, max_tokens: int = 256,
         temperature: float = 1.0, top_p: float = 1.0, stop: Sequence[str | int] | None = None, seed: int | None = None,
     ) -> list[list[SampledAnswer]]:  # fmt: skip
+        """The blocking form of `sample_async`."""
+        return self._client._wait(
+            self.sample_async(
+                prompts, num_samples, max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, seed=seed
+            )
+        )
+
+    async def sample_async(
+        self, prompts: Sequence[Sequence[int]], num_samples: int = 1, *, max_tokens: int = 256,
+        temperature: float = 1.0, top_p: float = 1.0, stop: Sequence[str | int] | None = None, seed: int | None = None,
+    ) -> list[list[SampledAnswer]]:  # fmt: skip
         """Answers of the policy as it is now: `num_samples` to each prompt.
 
         The log-probabilities are those of temperature 1. `stop`: texts and tokens that end an answer instead of the end
@@ -266,9 +277,8 @@ class Policy:
             stop_token_ids=frozenset(entry for entry in stop or () if isinstance(entry, int)),
             only_stops=stop is not None, raw_logprobs=True,
         )  # fmt: skip
-        return self._client._wait(self._sampled([list(prompt) for prompt in prompts], num_samples, params, seed))
-
-    sample_async = _asynchronous(sample)
+        work = self._sampled([list(prompt) for prompt in prompts], num_samples, params, seed)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._client._loop))
 
     async def _sampled(
         self, prompts: list[list[int]], num_samples: int, params: SamplingParams, seed: int | None

@@ -388,7 +388,8 @@ class Gateway:
         if queue in self._lost and self._sampling.is_older(queue, body.prev_cursor):
             numbers = range(*self._lost[queue])
             lost = [name for name in (f"{sampler.id}:{seq}" for seq in numbers) if name not in self._sampling]
-        limit_s = 0.0 if lost else min(body.timeout, self._hold_s)
+        timeout_s = self._hold_s if body.timeout is None else body.timeout
+        limit_s = 0.0 if lost else min(timeout_s, self._hold_s)
         if queue not in self._tenants.numbers:  # a clone that has sent nothing yet, or a name that a client made up
             await self._service.wait(lambda: queue in self._tenants.numbers, limit_s)
             return _json({"completions": [], "cursor": body.prev_cursor})

@@ -9,7 +9,6 @@ needed are copied.
 """
 
 import asyncio
-import contextlib
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -210,10 +209,13 @@ def undisturbed(folder: Path, read: Callable[[], Result]) -> Result:
     """The result of `read` on the journal of a service that may run: again after a cut has removed files meanwhile."""
     for _ in range(_TRIES):
         numbers = event_numbers(folder)
-        with contextlib.suppress(LedgerError, OSError):
+        try:
             value = read()
             if event_numbers(folder) == numbers:
                 return value
+        except (LedgerError, OSError):
+            if event_numbers(folder) == numbers:  # no cut has removed anything: the files are damaged
+                raise
     return read()
 
 

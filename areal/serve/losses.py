@@ -19,7 +19,7 @@ from areal.serve.wire import Datum, LossRequest, invalid
 TARGETS = "target_tokens"
 Inputs = Mapping[str, Tensor]
 """Of a loss at the positions of a micro-batch: [T, K] float32 by name, and the settings of the loss, for each position
-or for all; "sequence" is the number [T] of the sequence."""
+or for all; "sequence" is the number [T] of the sequence, "num_sequences" how many there are, 0 in an empty share."""
 NO_FORMULA = ("stable_reinforce",)
 """Losses of the service of Thinking Machines without a published formula."""
 
@@ -49,7 +49,7 @@ def _dro(logprobs: Tensor, inputs: Inputs) -> Tensor:
 def _gspo(logprobs: Tensor, inputs: Inputs) -> Tensor:
     """GSPO-token: the ratio of a sequence, exp of the mean log-ratio over its mask, with the gradient of each token."""
     mask, numbers = inputs["sequence_ratio_mask"], inputs["sequence"]
-    sums = logprobs.new_zeros(2, int(numbers.max()) + 1)
+    sums = logprobs.new_zeros(2, int(inputs["num_sequences"]))
     sums[0].index_add_(0, numbers, ((logprobs.detach() - inputs["logprobs"]) * mask).sum(-1))
     sums[1].index_add_(0, numbers, mask.sum(-1))
     mean = (sums[0] / sums[1].clamp_min(1))[numbers].unsqueeze(-1)
@@ -91,7 +91,7 @@ def checked_loss(request: LossRequest) -> None:
         raise invalid(f"loss_fn={name} is not known: use {', '.join(_LOSSES)}")
     if not request.data:
         raise invalid("the request has no datum")
-    for setting in {*_PER_TOKEN, *loss.settings}:
+    for setting in (*_PER_TOKEN, *loss.settings):
         count = sum(setting in datum.inputs for datum in request.data)
         if 0 < count < len(request.data):
             raise invalid(f"{setting} is an input of some data only: give it for all")
@@ -188,7 +188,8 @@ class ComputedLoss:
         inputs = {name: batch.column(_column(name, width)) for name in input_names(self.request)}
         for name, default in loss.settings.items():
             inputs.setdefault(name, torch.tensor(self.request.config.get(name, default)))
-        return loss.of(logprobs, {**inputs, "sequence": batch.sequence_index})
+        inputs |= {"sequence": batch.sequence_index, "num_sequences": torch.tensor(batch.num_sequences)}
+        return loss.of(logprobs, inputs)
 
     def by_datum(self, reduce_sum: Callable[[Tensor], Tensor]) -> list[np.ndarray]:
         """The log-probabilities of all data, float32 in the shapes of their target_tokens; a collective.

@@ -98,10 +98,13 @@ class WeightPool(ABC):
         for turn in [turn for turn in self._queued if turn.folder not in present][: self._limit - len(self._begun)]:
             self._queued.remove(turn)
             self._begun[turn] = asyncio.create_task(self._serve(turn), name=f"weights {turn.folder}")
-        staying = sorted((turn for turn in self._begun if not turn.is_leaving), key=lambda turn: turn.num_users > 0)
-        for turn in staying[: max(len(self._queued) - len(self._begun) + len(staying), 0)]:
-            turn.is_leaving = True
-        for turn in self._begun:
+        queued = {turn.folder for turn in self._queued}
+
+        def rank(turn: _Turn) -> tuple[bool, ...]:
+            return not turn.may_leave.is_set(), turn.folder not in queued, turn.num_users > 0
+
+        for number, turn in enumerate(sorted(self._begun, key=rank)):  # one in use stays once another is idle
+            turn.is_leaving = turn.may_leave.is_set() or number < len(self._queued)
             if turn.is_leaving and not turn.num_users:
                 turn.may_leave.set()
 

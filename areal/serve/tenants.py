@@ -129,7 +129,8 @@ class Model:
 
     def check_room(self, seq: int) -> None:
         """RequestError unless a new request may wait: a client may leave out a number for ever."""
-        ahead = (self.operations.get(seq) for seq in range(self.num_done, self.num_done + MAX_AHEAD))
+        numbers = range(self.num_done, self.num_done + MAX_AHEAD)
+        ahead = (self.operations.get(number) for number in numbers)
         num_bytes = sum(
             operation.body.size for operation in ahead if operation is not None and operation.body is not None
         )

@@ -116,7 +116,7 @@ class LoadBody(Body):
     path: str
     optimizer: bool
     model_id: str = ""
-    seq_id: Number = 0
+    seq_id: Number | None = None
     session_id: str = ""
     model_seq_id: Number | None = None
     base_model: str | None = None
@@ -154,7 +154,7 @@ class SaveBody(TrainingBody, TtlBody):
     path: str | None = None
     sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    age_encryption_recipients: list[str] = Field(default_factory=list)
+    age_encryption_recipients: list[str] | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 
@@ -177,7 +177,7 @@ class TargetBody(Body):
 class FuturesBody(Body):
     target: TargetBody
     prev_cursor: Number = 0
-    timeout: Annotated[float, Field(ge=0)] = 25.0
+    timeout: Annotated[float, Field(ge=0)] | None = 25.0
     retrieved_request_ids: list[str] = Field(default_factory=list)
 
 

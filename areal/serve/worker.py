@@ -49,9 +49,9 @@ class Executor:
     def execute(self, command: ReceivedCommand) -> bytes:
         """The result, in the form of the wire. ArealError fails this command alone."""
         slots, model, arguments = self._slots, command.model, command.arguments
-        if command.kind in ("loss", "step", "snapshot", "save", "export") and model not in slots:
-            raise RequestError(f"{model} was not created", code="serve.not_found")
-        if model in slots:
+        if command.kind in ("loss", "step", "snapshot", "save", "export"):
+            if model not in slots:
+                raise RequestError(f"{model} was not created", code="serve.not_found")
             slots.activate(model)
         match command.kind:
             case "loss":
@@ -73,8 +73,10 @@ class Executor:
             case "restore":
                 folder = snapshot_folder(self._folder, model, command.seq)
                 slots.restore(model, self._settings(arguments["settings"]), folder)
-            case "clear" if model in slots:
-                slots.clear_gradients()
+            case "clear":
+                if model in slots:
+                    slots.activate(model)
+                    slots.clear_gradients()
             case "snapshot":
                 slots.save(snapshot_folder(self._folder, model, command.seq), with_gradients=True)
             case "save":
@@ -82,8 +84,8 @@ class Executor:
                 slots.export(self._path(command, TRAINING) / ADAPTER)
             case "export":
                 slots.export(self._path(command, arguments["where"]) / ADAPTER)
-            case _:
-                pass
+            case kind:
+                raise invalid(f"{kind} is not a command")
         return b""
 
     def _path(self, command: ReceivedCommand, kind: str) -> Path:

@@ -1,6 +1,7 @@
 """The loop in one's own Python: what `areal.Client` computes, and the scripts of docs/own_loop.md."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -78,6 +79,28 @@ def test_policies_share_the_model_and_nothing_else(client):
     alone = [one.sample(prompts, 2, max_tokens=4, seed=1) for one in (left, right)]
     assert asyncio.run(both()) == alone
     assert alone[0] != alone[1]
+
+
+async def test_samples_take_no_threads_and_a_cancelled_one_ends(client, monkeypatch):
+    policy, begun, ended = client.policy(), threading.Semaphore(0), threading.Semaphore(0)
+
+    async def sampled(*_):
+        begun.release()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.release()
+
+    monkeypatch.setattr(policy, "_sampled", sampled)
+    before, count = threading.active_count(), 20
+    tasks = [asyncio.create_task(policy.sample_async([[1]])) for _ in range(count)]
+    for _ in tasks:
+        await asyncio.to_thread(begun.acquire, timeout=5.0)
+    assert threading.active_count() < before + count
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert all([await asyncio.to_thread(ended.acquire, timeout=5.0) for _ in tasks])
 
 
 def test_a_saved_policy_continues(client, tmp_path):

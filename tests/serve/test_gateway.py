@@ -20,7 +20,7 @@ from areal.serve.gateway import SAMPLES_AHEAD, Gateway, Keys, make_app
 from areal.serve.sampling import AdapterPool, Sampling
 from areal.serve.service import ServedModel, Service, failure
 from areal.serve.tenants import MAX_AHEAD
-from areal.serve.wire import PROTOBUF, LossRequest, SampleBody, parsed, parsed_message
+from areal.serve.wire import PROTOBUF, FuturesBody, LoadBody, LossRequest, SampleBody, SaveBody, parsed, parsed_message
 from areal.serve.worker import Executor, GatewayClient
 from areal.system.network import Host, http_address, listen
 from tests.run_token import TOKEN
@@ -511,7 +511,7 @@ async def test_inflight_weights_stay_while_a_sample_waits_for_them(tmp_path, slo
         assert len(fleet.loaded) == 1
         for turn in pool._begun:  # all leave the servers
             turn.is_leaving = True
-        pool._advance()
+            turn.may_leave.set()
         while pool._begun:
             await asyncio.sleep(0)
         await save(6)
@@ -538,6 +538,15 @@ async def test_external_weights_are_downloaded(tmp_path, slots):
         body |= {"seq_id": 2, "path": "two", "age_encryption_recipients": ["age1"]}
         found = await api.result((await api.ok("save_weights_external", body))["request_id"])
         assert "not encrypted" in found["error"]
+
+
+def test_optional_fields_may_be_null():
+    for kind, data in (
+        (FuturesBody, b'{"target": {"sampling_session_id": "s"}, "timeout": null}'),
+        (SaveBody, b'{"model_id": "m", "seq_id": 1, "age_encryption_recipients": null}'),
+        (LoadBody, b'{"path": "p", "optimizer": true, "seq_id": null}'),
+    ):
+        parsed(kind, data)
 
 
 async def test_unused_adapters_leave_the_servers(tmp_path, slots):
@@ -580,6 +589,31 @@ async def test_a_new_adapter_has_its_turn_while_others_are_always_in_use():
         end.set()
     await asyncio.gather(*tasks)
     assert "".join(order) == "abcdea"
+    await pool.close()
+
+
+async def test_weights_in_use_stay_when_others_are_idle():
+    pool, order = AdapterPool(FakeFleet(), 2), asyncio.Queue()
+
+    async def sample(name, may_end):
+        async with pool.used(Path(name) / "1/adapter"):
+            order.put_nowait(name)
+            await may_end.wait()
+
+    ends = {name: asyncio.Event() for name in "abc"}
+    tasks = []
+    for name in "abc":
+        tasks.append(asyncio.create_task(sample(name, ends[name])))
+        if name != "c":
+            assert await order.get() == name
+    await asyncio.sleep(0)  # c waits, and a is to leave
+    ends["b"].set()
+    assert await asyncio.wait_for(order.get(), 5.0) == "c"
+    tasks.append(asyncio.create_task(sample("a", ends["a"])))
+    assert await asyncio.wait_for(order.get(), 5.0) == "a"
+    for end in ends.values():
+        end.set()
+    await asyncio.gather(*tasks)
     await pool.close()
 
 

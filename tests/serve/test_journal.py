@@ -272,6 +272,18 @@ async def test_an_audit_during_a_cut_begins_again(tmp_path, monkeypatch, moment)
         assert len(cuts) == 2
 
 
+async def test_a_damaged_journal_is_read_once(tmp_path, monkeypatch):
+    async with opened(tmp_path) as service:
+        await model_of(service)
+    path = events_path(tmp_path / "journal", 1)
+    path.write_bytes(path.read_bytes().replace(b'"rank":4', b'"rank":5', 1))
+    reads, real = [], audit_module.opened_journal
+    monkeypatch.setattr(audit_module, "opened_journal", lambda folder: reads.append(folder) or real(folder))
+    with raises_code("ledger.damaged"):
+        audit_service(tmp_path)
+    assert len(reads) == 1
+
+
 async def test_a_cut_keeps_of_ended_sessions_only_what_is_needed_and_one_payload_file(tmp_path):
     async with opened(tmp_path) as service:
         await model_of(service)

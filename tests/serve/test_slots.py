@@ -298,6 +298,21 @@ def test_a_setting_without_a_default_is_needed(loss_fn, name):
         checked_loss(LossRequest(data=data, loss_fn=loss_fn))
 
 
+def test_an_unknown_command_fails(executor):
+    with raises_code("request.invalid_field", "sleep is not a command"):
+        Tenant(executor, "a").run("sleep")
+
+
+def test_a_state_replaces_an_adapter_that_is_not_brought_back_first(executor, slots, monkeypatch):
+    first, second = Tenant(executor, "a"), Tenant(executor, "b")
+    first.run("snapshot")
+    activated = []
+    monkeypatch.setattr(slots, "activate", activated.append)
+    executor.execute(ReceivedCommand("restore", "a", first.seq - 1, {"settings": {"rank": 4}}, b""))
+    second.run("drop")
+    assert activated == []
+
+
 def test_the_rank_has_a_limit(executor):
     with raises_code("request.invalid_field", "rank 9 is not between 1 and 8"):
         Tenant(executor, "a", rank=9)

@@ -26,6 +26,10 @@ def scenario(mesh, folder):
             found = computed_loss(slots, LossRequest(data=random_data(number, lengths), loss_fn="ppo"))
             norm = slots.step(STEP)["grad_norm"].value
             facts.append([found.loss, norm, [one.tolist() for one in found.logprobs]])
+    data = random_data(9, [5], ("logprobs", "advantages", "sequence_ratio_mask"))
+    limits = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
+    found = computed_loss(slots, LossRequest(data=data, loss_fn="gspo", config=limits, forward_only=True))
+    facts.append([found.loss, 0.0, [one.tolist() for one in found.logprobs]])
     slots.save(folder / f"state-{mesh.world_size}")
     slots.export(folder / f"adapter-{mesh.world_size}")
     return facts
