@@ -47,7 +47,7 @@ BUDGET = {
     "replay": Size(1018, 5, 0),
     "reward": Size(3442, 13, 0),
     "rollout": Size(4093, 12, 0),
-    "serve": Size(3818, 14, 0),
+    "serve": Size(3832, 14, 0),
     "server_side": Size(687, 8, 0),
     "system": Size(3612, 15, 0),
     "trainer": Size(5611, 25, 0),

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from areal.api.errors import LedgerError
+from areal.api.errors import ConfigError, LedgerError
 from areal.ledger import __main__ as ledger_command
 from areal.serve.journal import opened_journal, read_body, undisturbed
 from areal.serve.service import ADAPTER, STATE, snapshot_folder, weights_folder
@@ -19,6 +19,18 @@ from areal.system.durable import is_complete
 from areal.system.run_paths import existing_run
 
 FOLDER = "serve"
+SETTINGS = "settings.json"
+"""In the folder of the service: the options of `areal serve`."""
+FORMAT = 2
+"""Of the files of the service. A change that an earlier version cannot read, or that cannot read its files, adds 1."""
+
+
+def check_format(folder: Path) -> None:
+    """ConfigError for the folder of a service of another format."""
+    path = folder / SETTINGS
+    if path.exists() and json.loads(path.read_bytes()).get("format") != FORMAT:
+        text = f"{folder} is of another version of areal serve: use that version, or another trial_name for a new one"
+        raise ConfigError(text, code="config.conflict")
 
 
 def audit_command(words: Sequence[str]) -> int:
@@ -31,8 +43,9 @@ def audit_command(words: Sequence[str]) -> int:
     if not (folder / "journal").is_dir():
         return ledger_command.audit_command(words)
     try:
+        check_format(folder)
         counts, violations = audit_service(folder)
-    except LedgerError as error:
+    except (ConfigError, LedgerError) as error:
         sys.stderr.write(f"areal: error: {error} [{error.code}]\n")
         return 2
     if args.json:

@@ -17,7 +17,7 @@ from areal.launcher.local import Launch, LocalCluster, launch, this_machine
 from areal.launcher.status import StatusLine
 from areal.models.model_shape import context_length
 from areal.serve import program
-from areal.serve.audit import FOLDER
+from areal.serve.audit import FOLDER, FORMAT, SETTINGS, check_format
 from areal.serve.service import ServedModel
 from areal.serve.tenants import ALPHA
 from areal.system.durable import write_atomic
@@ -49,11 +49,12 @@ def run_serve(words: Sequence[str]) -> int:
     )
     line = StatusLine()
     if not args.dry_run:
-        _check_same_kind(folder / program.SETTINGS, served)
+        check_format(folder)
+        _check_same_kind(folder / SETTINGS, served)
         folder.mkdir(parents=True, exist_ok=True)
         keys = keys_of(folder / program.KEYS, args.users.split(","))
-        settings = {"served": asdict(served), "port": args.port}
-        write_atomic(folder / program.SETTINGS, json.dumps(settings, indent=1).encode())
+        settings = {"format": FORMAT, "served": asdict(served), "port": args.port}
+        write_atomic(folder / SETTINGS, json.dumps(settings, indent=1).encode())
         if args.json:
             facts = {"address": f"http://{LOOPBACK}:{args.port}", "model": served.name, "keys": keys}
             sys.stdout.write(json.dumps(facts) + "\n")

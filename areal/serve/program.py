@@ -15,7 +15,7 @@ from areal.api.config import PPOConfig, load_experiment
 from areal.fleet.fleet import Fleet
 from areal.fleet.server_backend import replica_factory
 from areal.observe.log import HttpLogger, get_logger
-from areal.serve.audit import FOLDER
+from areal.serve.audit import FOLDER, SETTINGS
 from areal.serve.gateway import Gateway, Keys, make_app
 from areal.serve.sampling import AdapterPool, Sampling, WholeWeights
 from areal.serve.service import ADAPTER, ServedModel, Service, base_folder
@@ -29,8 +29,8 @@ from areal.trainer.process_setup import join_run
 _CLEAN_S = 60.0
 _VERSIONS = 2**31 - 1
 """Versions of an earlier gateway are lower, and count as abandoned, so that servers load its checkpoints again."""
-SETTINGS, KEYS = "settings.json", "keys.json"
-"""Files in the folder of the service: the options of `areal serve`, and the API keys of its users."""
+KEYS = "keys.json"
+"""In the folder of the service: the API keys of its users."""
 
 
 async def serve_clients(config: PPOConfig, context: ProcessContext, served: ServedModel, port: int) -> signal.Signals:

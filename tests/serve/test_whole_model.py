@@ -14,6 +14,7 @@ from areal.api.config import OptimizerConfig, TrainEngineConfig
 from areal.api.errors import WeightSyncError
 from areal.engine.fsdp import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
+from areal.serve.audit import FORMAT, audit_command
 from areal.serve.command import run_serve, serving_config
 from areal.serve.sampling import WholeWeights
 from areal.serve.service import ADAPTER, snapshot_folder, weights_folder
@@ -262,7 +263,17 @@ def test_options_of_adapters_are_refused(model):
 def test_a_folder_of_adapters_is_not_continued_with_whole_models(model, tmp_path):
     folder = tmp_path / "serve" / model.name / "serve"
     folder.mkdir(parents=True)
-    (folder / "settings.json").write_text(json.dumps({"served": {"is_full": False}, "port": 1}))
+    (folder / "settings.json").write_text(json.dumps({"format": FORMAT, "served": {"is_full": False}}))
     words = ["--model", str(model), "--full", f"cluster.fileroot={tmp_path}"]
     with raises_code("config.conflict", "is of a service without --full: leave it out"):
         run_serve(words)
+
+
+def test_a_folder_of_another_format_is_refused(model, tmp_path, capsys):
+    folder = tmp_path / "serve" / model.name / "serve"
+    (folder / "journal").mkdir(parents=True)
+    (folder / "settings.json").write_text(json.dumps({"served": {}, "port": 1}))
+    with raises_code("config.conflict", "another version of areal serve: use that version, or another trial_name"):
+        run_serve(["--model", str(model), f"cluster.fileroot={tmp_path}"])
+    assert audit_command([str(folder.parent)]) == 2
+    assert "another version of areal serve" in capsys.readouterr().err
