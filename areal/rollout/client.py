@@ -71,11 +71,12 @@ class RolloutClient:
         answer_s: float = ANSWER_S,
         silent_s: float = SILENT_S,
         checkpoint_request: Path | None = None,
+        server: str = "rollout controller",
     ) -> None:
         """`run_id`: number of earlier starts of the trainer ranks in this launch. `ledger`: the folder from which
         batches are read unless `transfer`, as in rollout.batch_transfer, is http. `checkpoint_request`: while this file
-        exists, the wait for a batch is interrupted once."""
-        self._address = address
+        exists, the wait for a batch is interrupted once. `server`: what errors call the process that is asked."""
+        self._address, self._server = address, server
         self._known: str | None = None
         """The address of the last answer. It is looked up again only after a failure: the registry may be down."""
         self._idle: list[http.client.HTTPConnection] = []  # Open connections to it: at most one for each thread.
@@ -100,6 +101,7 @@ class RolloutClient:
         run_id: int = 0,
         ledger: Path | None = None,
         checkpoint_request: Path | None = None,
+        server: str = "rollout controller",
     ) -> Self:
         """A client that looks up the controller by name, so it also finds a restarted one at another port."""
 
@@ -114,6 +116,7 @@ class RolloutClient:
             transfer=config.batch_transfer,
             reconnect_s=config.setup_timeout,
             checkpoint_request=checkpoint_request,
+            server=server,
         )
 
     def attach(self, *, rank: int, world_size: int, dp_rank: int, dp_size: int, step: int, version: int) -> None:
@@ -276,11 +279,11 @@ class RolloutClient:
             except (OSError, http.client.HTTPException) as error:
                 now_s = time.monotonic()
                 if isinstance(error, TimeoutError) and now_s - answered_s < silent_s:
-                    _log.warning("the rollout controller has not answered for %.0f s %s", now_s - answered_s, purpose)
+                    _log.warning("the %s has not answered for %.0f s %s", self._server, now_s - answered_s, purpose)
                     reached_s = now_s
                 elif now_s - reached_s >= reconnect_s:
                     raise ServerUnavailable(
-                        f"the rollout controller could not be reached for {reconnect_s:g} s {purpose} "
+                        f"the {self._server} could not be reached for {reconnect_s:g} s {purpose} "
                         f"({type(error).__name__}: {error}); see its log",
                         code="rollout.controller_unreachable",
                     ) from error
@@ -289,7 +292,7 @@ class RolloutClient:
             if status == 200:
                 return answer
             if status != 204:
-                raise _error_of(path, status, answer)
+                raise _error_of(self._server, path, status, answer)
             answered_s = reached_s = time.monotonic()
             not_ready()
 
@@ -320,7 +323,7 @@ class RolloutClient:
             connection.request("GET" if body is None else "POST", path, body=body, headers=headers)
             response = connection.getresponse()
             if response.status in (404, 405) or (response.status == 401 and not is_new):
-                raise ConnectionError(f"another process than the controller listens at {self._known}")
+                raise ConnectionError(f"another process than the {self._server} listens at {self._known}")
             answer = response.read()
             is_open = not response.will_close
             return response.status, answer
@@ -335,7 +338,7 @@ class ControllerError(ServerUnavailable):
     """The controller answered that a call failed."""
 
 
-def _error_of(path: str, status: int, answer: bytes) -> ArealError:
+def _error_of(server: str, path: str, status: int, answer: bytes) -> ArealError:
     message, code = answer[:200].decode(errors="replace"), "rollout.controller_error"
     with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
         body = orjson.loads(answer)
@@ -344,4 +347,4 @@ def _error_of(path: str, status: int, answer: bytes) -> ArealError:
         return WeightsNeeded(message)
     if 400 <= status < 500 and status != 412:  # 412: after a restart from an earlier checkpoint it succeeds
         return RequestError(message, code=code)
-    return ControllerError(f"the rollout controller could not serve {path}: {message}", code=code)
+    return ControllerError(f"the {server} could not serve {path}: {message}", code=code)

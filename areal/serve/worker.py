@@ -190,7 +190,7 @@ def run_worker(config: PPOConfig, context: ProcessContext, folder: Path, served:
             slots = AdapterSlots(engine, engine.lora)
         max_rank = None if served.is_full else served.max_rank
         executor = Executor(slots, folder, max_rank=max_rank, context_length=served.context_length)
-        gateway = RolloutClient.from_registry(registry, config.rollout)
+        gateway = RolloutClient.from_registry(registry, config.rollout, server="gateway")
         client = GatewayClient(gateway, rank=context.index, run_id=context.run_id)
         announce_ready(registry, context)
         while True:

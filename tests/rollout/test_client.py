@@ -111,8 +111,8 @@ def test_calls_use_one_connection_until_the_controller_closes_it():
 
 def test_an_unanswered_call_ends():
     with stopped() as hung:
-        client = RolloutClient(hung, token=TOKEN, answer_s=0.01, reconnect_s=0.0, silent_s=0.0)
-        with raises_code("rollout.controller_unreachable", "0", "4", "TimeoutError"):
+        client = RolloutClient(hung, token=TOKEN, answer_s=0.01, reconnect_s=0.0, silent_s=0.0, server="gateway")
+        with raises_code("rollout.controller_unreachable", "the gateway could not", "0", "4", "TimeoutError"):
             client.next_batch(4)
 
 
