@@ -46,7 +46,7 @@ BUDGET = {
     "planner": Size(2301, 12, 0),
     "replay": Size(1018, 5, 0),
     "reward": Size(3442, 13, 0),
-    "rollout": Size(4093, 12, 0),
+    "rollout": Size(4096, 12, 0),
     "serve": Size(3832, 14, 0),
     "server_side": Size(687, 8, 0),
     "system": Size(3612, 15, 0),
