@@ -166,8 +166,6 @@ class StreamServer(asyncio.Protocol):
 class InProcessReplica(Replica):
     """A replica without a socket: the cost that is measured with it is that of the fleet and the controller."""
 
-    takes_groups = False
-
     @property
     def has_second_copy(self) -> bool:
         return False

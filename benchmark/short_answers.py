@@ -88,6 +88,8 @@ class AnswersAtOnce(ServerClient):
 class SimulatedReplica(NativeReplica):
     """The client of a native server that is not there."""
 
+    max_group = 256
+
     def __init__(self, name: str, address: str, form: AnswerForm) -> None:
         super().__init__(name, address, form=form)
         self._client = self.server = AnswersAtOnce(name, address)

@@ -354,11 +354,9 @@ def _check_ids(ids: Sequence[int], vocab_size: int, where: str, fix: str) -> Non
 # Parts that are requested in the same turn of the event loop are one call of a replica that takes groups.
 #
 # Streamed parts share a call with those of the same prompt; short ones, which are not streamed, also with those of
-# other prompts.
+# other prompts: up to `Replica.max_group`, which begin in one step of the server. Those of several calls begin in several
+# steps, each of which computes prompts beside the answers before.
 
-MAX_MERGED_PARTS = 512
-"""Parts of short answers in one call, whose reply is read in one turn of the event loop. They begin in one step of the
-server: those of several calls begin in several steps, each of which computes prompts beside the answers before."""
 MAX_MERGED_TOKENS = 4096
 """Prompt tokens of a call for several prompts. A server accepts more."""
 
@@ -411,7 +409,7 @@ class Call:
     def takes(self, part: GenerationRequest) -> bool:
         """Whether `part` can be requested with the others."""
         first = self._first
-        if self.is_sent or (not self.is_streamed and len(self.asked) >= MAX_MERGED_PARTS):
+        if self.is_sent or (not self.is_streamed and len(self.asked) >= self.replica.max_group):
             return False
         if _settings_of(part) != _settings_of(first):
             return False
@@ -450,7 +448,7 @@ class Calls:
         """Let `replica` generate the part of an answer, in one call with others if possible."""
         part = answer.part
         call = Call(replica, part, part.gconfig.max_new_tokens > self._form.stream_interval)
-        if replica.takes_groups and (part.group_id or not call.is_streamed):
+        if replica.max_group > 1 and (part.group_id or not call.is_streamed):
             waiting = self._waiting.setdefault(call.key, [])
             for other in waiting:
                 if other.takes(part):

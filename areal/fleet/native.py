@@ -35,8 +35,6 @@ _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 class NativeReplica(HttpReplica):
     """See `areal.fleet.replica.Replica`. No other class knows the server's URLs and its JSON."""
 
-    takes_groups = True
-
     def __init__(self, name: str, address: str, token: str = "", form: AnswerForm | None = None) -> None:
         super().__init__(name, address, token, form)
         self._received: tuple[WeightUpdate | None, str] = (None, "")
@@ -127,6 +125,7 @@ class NativeReplica(HttpReplica):
         answer = await self._client.get("/get_model_info")
         try:
             model = orjson.loads(answer)
+            self.max_group = int(model["max_group_samples"])
             return ReplicaInfo(
                 version=int(model["weight_version"]),
                 vocab_size=int(model["vocab_size"]),

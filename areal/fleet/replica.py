@@ -98,8 +98,8 @@ class Replica(Protocol):
     Calls raise ServerUnavailable when the server does not answer as agreed, and RequestError when it refuses the call.
     """
 
-    takes_groups: bool
-    """Whether `generate` takes several requests."""
+    max_group: int = 1
+    """Requests that `generate` takes in one call."""
     pulled_bytes: int = 0
     """Bytes of http updates that the server has received over this connection."""
     failed_deltas: int = 0

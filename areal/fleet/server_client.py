@@ -281,8 +281,6 @@ class ServerClient:
 class HttpReplica(Replica):
     """The base class of the clients of all servers: the connections, and the update group."""
 
-    takes_groups = False
-
     def __init__(self, name: str, address: str, token: str = "", form: AnswerForm | None = None) -> None:
         self.name = name
         self.form = form or AnswerForm()

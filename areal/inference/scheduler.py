@@ -304,7 +304,8 @@ class Scheduler:
         self.keeps_prefixes = True
         """Sequences use the blocks of others with the same beginning."""
         self._whole_images = whole_images
-        self._max_running = max_running
+        self.max_running = max_running
+        """Sequences that run at the same time."""
         self._max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -518,7 +519,7 @@ class Scheduler:
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Start waiting sequences in order until the limit of sequences, tokens or blocks is reached."""
         leaders: dict[str, Chunk] = {}
-        while self.waiting and len(self.running) < self._max_running and budget > 0:
+        while self.waiting and len(self.running) < self.max_running and budget > 0:
             sequence = self.waiting[0]
             leader = leaders.get(sequence.group_id) if sequence.group_id else None
             if (

@@ -39,6 +39,7 @@ from areal.inference.engine import (
 from areal.inference.generate_route import GenerateRoute
 from areal.inference.request_parser import (
     MAX_CONTROL_BYTES,
+    MAX_PROMPTS,
     TOO_LARGE,
     AbortBody,
     Body,
@@ -334,6 +335,7 @@ class ServerApp:
                 "weight_version": self._engine.version,
                 "vocab_size": self._limits.vocab_size,
                 "context_length": self._limits.context_length,
+                "max_group_samples": min(MAX_PROMPTS, self._engine.scheduler.max_running),
                 "adapters": self._adapters.names,
                 "is_generation": True,
             }

@@ -54,7 +54,7 @@ class _Sequence:
 class SimulatedServer(Replica):
     """An answer has exactly `gconfig.max_new_tokens` tokens. Calls about adapters and collectives do nothing."""
 
-    takes_groups = True
+    max_group = 256
 
     def __init__(self, times: ServerTimes, cores: Cores) -> None:
         self.version = 0

@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from aiohttp import web
+from pydantic import TypeAdapter, ValidationError
 
 from areal.fleet.native import NativeReplica
 from areal.fleet.replica import AnswerForm, Replica
+from areal.inference.request_parser import MAX_PROMPTS, GroupBody
 from tests.fleet.fake_server import Asked, FakeServer, Refused, spans, tokens
 from tests.run_token import TOKEN
 
@@ -26,6 +28,8 @@ class FakeNative(FakeServer):
         super().__init__(**options)
         self.groups: list[list[str]] = []
         """The ids of each request for a group."""
+        self.max_group = MAX_PROMPTS
+        """Samples of such a request that run at the same time."""
         self.refused_ids: list[int] | None = None
         """A prompt that a request for a group may not have."""
         self.reports_install = asyncio.Event()
@@ -67,6 +71,7 @@ class FakeNative(FakeServer):
     async def _info(self, request: web.Request) -> web.Response:
         await self.answers()
         facts = {"vocab_size": 5000, "context_length": 4096, "adapters": list(self.adapters)}
+        facts |= {"max_group_samples": self.max_group}
         return web.json_response({"weight_version": str(self.version), **facts})
 
     async def _load(self, request: web.Request) -> web.Response:
@@ -125,7 +130,11 @@ class FakeNative(FakeServer):
 
     async def _generate_group(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        pairs = [(prompt, sample) for prompt in body.get("prompts", [body]) for sample in prompt["samples"]]
+        try:
+            TypeAdapter(GroupBody).validate_json(await request.read())
+        except ValidationError as error:
+            raise Refused(400, str(error)) from error
+        pairs = [(prompt, sample) for prompt in body["prompts"] for sample in prompt["samples"]]
         self.groups.append([sample["rid"] for _, sample in pairs])
         every = [self._asked({**body, **prompt, **sample}) for prompt, sample in pairs]
         if any(asked.input_ids == self.refused_ids for asked in every):

@@ -42,7 +42,7 @@ class SlowReplica(Replica):
     """Answers each call after two seconds. During the call `blocked_in` something blocks the loop."""
 
     blocked_in = ""
-    has_second_copy = takes_groups = False
+    has_second_copy = False
     version = 0
     num_closed = 0
 

@@ -38,7 +38,7 @@ AREAL = Path(__file__).resolve().parents[2] / "areal"
 class EchoReplica(Replica):
     """The client of a server that answers with the prompt, again and again."""
 
-    has_second_copy = takes_groups = False
+    has_second_copy = False
 
     def __init__(self, name: str, address: str, token: str, form: AnswerForm) -> None:
         self._client = ServerClient(name, address, token=token)

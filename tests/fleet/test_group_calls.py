@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 
 from areal.api.config.rollout import GenerationHyperparameters
 from areal.api.data import GenerationRequest
-from areal.fleet.fleet import MAX_MERGED_PARTS, MAX_MERGED_TOKENS, Answer, Calls, Round
+from areal.fleet.fleet import MAX_MERGED_TOKENS, Answer, Calls, Round
 from areal.fleet.replica import AnswerForm, PartChunk
+from areal.inference.request_parser import MAX_PROMPTS
 from tests.expect import raises_code
 from tests.fleet.fake_native import FakeNative
 from tests.fleet.fake_server import until
@@ -56,25 +58,29 @@ async def server():
     await fake.die()
 
 
-@pytest.fixture
-async def calls(server):
-    made = Requests(server, SHORT)
+async def requests_of(server: FakeNative, form: AnswerForm) -> AsyncIterator[Requests]:
+    made = Requests(server, form)
+    await made.client.info()
     yield made
     await made.client.close()
+
+
+@pytest.fixture
+async def calls(server):
+    async for made in requests_of(server, SHORT):
+        yield made
 
 
 @pytest.fixture
 async def streamed(server):
-    made = Requests(server, STREAMED)
-    yield made
-    await made.client.close()
+    async for made in requests_of(server, STREAMED):
+        yield made
 
 
 @pytest.fixture(params=[SHORT, STREAMED], ids=["short", "streamed"])
 async def either(server, request):
-    made = Requests(server, request.param)
-    yield made
-    await made.client.close()
+    async for made in requests_of(server, request.param):
+        yield made
 
 
 def of_several_prompts() -> list[GenerationRequest]:
@@ -117,11 +123,19 @@ async def test_short_parts_of_one_turn_are_one_request(server, calls):
 
 
 async def test_a_request_for_several_prompts_is_limited(server, calls):
-    each = [replace(PART, request_id=f"p{number}", group_id=f"g{number}") for number in range(MAX_MERGED_PARTS + 2)]
+    each = [replace(PART, request_id=f"p{number}", group_id=f"g{number}") for number in range(MAX_PROMPTS + 2)]
     long = replace(PART, request_id="long", group_id="long", input_ids=list(range(MAX_MERGED_TOKENS)))
     await asyncio.gather(*map(calls.start, [*each, long]))
-    assert [len(group) for group in server.groups] == [MAX_MERGED_PARTS, 2]
+    assert [len(group) for group in server.groups] == [MAX_PROMPTS, 2]
     check_answers(calls, [*each, long])
+
+
+async def test_a_request_has_no_more_answers_than_the_server_computes_at_once(server, calls):
+    server.max_group = 2
+    await calls.client.info()
+    await asyncio.gather(*map(calls.start, parts("abcde")))
+    assert server.groups == [["a", "b"], ["c", "d"]]
+    check_answers(calls, parts("abcde"))
 
 
 async def test_a_refused_prompt_is_an_error_of_its_parts_alone(server, calls):

@@ -345,6 +345,7 @@ async def test_the_server_describes_itself(served):
     await served.generate()
     info = await served.get("/get_model_info")
     assert (info["vocab_size"], info["context_length"], info["is_generation"]) == (50, 240, True)
+    assert info["max_group_samples"] == 8  # native.max_running_requests
     figures = await served.get("/server_info")
     assert (figures["generated_tokens_total"], figures["running_requests"], figures["is_paused"]) == (6, 0, False)
     await served.post("/flush_cache")
