@@ -360,10 +360,11 @@ class PPOLoop:
                 with phase("advantages"):
                     batch = actor.with_advantages(batch)
                     batch, distilled = teacher.with_advantages(batch) if teacher else (batch, {})
-                with phase("update"):
+                with contextlib.ExitStack() as update:
+                    update.enter_context(phase("update"))
                     chosen, resampled = actor.with_resampling(batch)
                     causes: Metrics = {}
-                    before_step = partial(self._before_weights_change, batch, info.step, causes)
+                    before_step = partial(self._before_weights_change, batch, info.step, causes, update)
                     metrics = resampled | actor.update(chosen, step=info.step, before_step=before_step)
                     metrics |= critic.update(chosen, step=info.step) if critic else {}
                     metrics |= reference.after_update(info.step + 1) if reference else {}
@@ -377,7 +378,7 @@ class PPOLoop:
             with phase("after_step"):
                 if self._add_samples is not None:
                     self._add_samples(info.step + 1, share)
-                if self._after_step(info, metrics, self._end_step()):
+                if self._after_step(info, metrics, self._clock.end_step()):
                     self._progress.stop()
         self._channel.wait_served()
         return self._progress.steps_done
@@ -387,19 +388,18 @@ class PPOLoop:
         save = partial(self._save, step)
         return ask_controller(question, channel=self._channel, ranks=self._ranks, version=step, save=save)
 
-    def _before_weights_change(self, batch: TrainBatch, step: int, causes: Metrics) -> None:
+    def _before_weights_change(
+        self, batch: TrainBatch, step: int, causes: Metrics, update: contextlib.ExitStack
+    ) -> None:
         """Between the first gradient and the first optimiser step: the servers have the version whose weights change
-        now, its answers were compared, and the ledger records it. Adds the metrics of `measure` to `causes`."""
+        now, its answers were compared, and the ledger records it. Adds the metrics of `measure` to `causes`. The phase
+        `update` has two parts, before and after it."""
+        update.close()
         with phase("publish_weights"), phase("wait_servers"):
             self._channel.wait_served()
         with phase("log_ratio"):
             causes |= self._measure(batch, step)
-
-    def _end_step(self) -> dict[str, float]:
-        """The seconds of the phases; those of `_before_weights_change` are no part of the update's."""
-        seconds = self._clock.end_step()
-        inside = sum(seconds.get(name, 0.0) for name in ("wait_servers", "log_ratio"))
-        return {name: value - inside if name == "update" else value for name, value in seconds.items()}
+        update.enter_context(phase("update"))
 
     def _publish(self, step: int, ess: Metric | None) -> None:
         checksum = self._channel.publish(step + 1)

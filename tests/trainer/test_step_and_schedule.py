@@ -105,7 +105,8 @@ def test_the_loop_tells_every_role_its_step_and_filters_before_it_computes(toolb
     batches = SimpleNamespace(next_batch=lambda step: share, consumed=lambda *facts: None)
 
     batch = toolbox.random_batch(0, 2)
-    clock = PhaseClock()
+    spans = []
+    clock = PhaseClock(SimpleNamespace(add_span=lambda name, *times: spans.append(name), end_step=lambda: None))
     loop = ppo_loop.PPOLoop(
         roles=roles, batches=batches, channel=channel, ranks=FakeRanks(), after_step=lambda *facts: False,
         progress=Progress(TrainingLength(steps_per_epoch=9, total_steps=9), start_step=7), clock=clock,
@@ -117,3 +118,6 @@ def test_the_loop_tells_every_role_its_step_and_filters_before_it_computes(toolb
     update = ["resampling", "actor", "served", "critic", "after update"]
     assert [name for name, _ in told] == [*before, *update] * 2 + ["served"]
     assert [step for name, step in told if name in ("actor", "critic")] == [7, 7, 8, 8]
+    # the update has a span before the wait for the servers, and one after it
+    waiting = ["update", "wait_servers", "publish_weights", "log_ratio", "update"]
+    assert spans[spans.index("update") :][: len(waiting)] == waiting
