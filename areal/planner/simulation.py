@@ -315,7 +315,10 @@ async def _simulate(setting: Setting, *, keeps_events: bool) -> Outcome:
 
 
 async def _train(setting: Setting, controller: Controller, log: RecordingLog, cores: Cores, outcome: Outcome) -> None:
-    """The calls of the trainers, in the order of `areal.trainer.ppo_loop.PPOLoop.run`."""
+    """The calls of the trainers, in the order of `areal.trainer.ppo_loop.PPOLoop.run`: they wait for the servers after the
+    first gradient, which is the same part of an update for each optimiser step."""
+    actor = setting.config.actor
+    first = 1 / (actor.ppo_epochs * actor.ppo_n_minibatches)
     times, clock, rng = setting.times.trainer, asyncio.get_running_loop().time, random.Random(setting.seed + 1)
     used, tokens_each = setting.dp_size * times.cores, setting.unit * setting.copies
     update: WeightUpdate | None = None  # what the servers install
@@ -325,11 +328,12 @@ async def _train(setting: Setting, controller: Controller, log: RecordingLog, co
         while (record := await controller.next_batch(step, timeout_s=_CALL_S)) is None:
             pass
         got_s, spread, tokens = clock(), rng.choice(times.spread), record.stats["tokens"] * tokens_each
-        await cores.work(spread * (times.before_s + times.before_token_s * tokens), used)
+        update_s = spread * (times.update_s + times.update_token_s * tokens)
+        await cores.work(spread * (times.before_s + times.before_token_s * tokens) + first * update_s, used)
         computed_s = clock()
         await _installed(controller, update)
         served_s = clock()
-        await cores.work(spread * (times.update_s + times.update_token_s * tokens) + times.publish_s, used)
+        await cores.work((1 - first) * update_s + times.publish_s, used)
         update = WeightUpdate(version=step + 1, kind="disk", path=f"v{step + 1:06d}")
         while not await controller.weights.start(update, timeout_s=_CALL_S):
             pass

@@ -77,6 +77,15 @@ def test_servers_that_are_faster_than_the_trainer_bound_nothing():
     assert gaps == pytest.approx([UPDATE_S + PUBLISH_S] * len(gaps))
 
 
+def test_the_trainer_waits_for_the_servers_after_its_first_gradient():
+    one = setting(2, rule="50", steps=20)
+    times = replace(one.times, server=replace(one.times.server, prepare_s=3.0))
+    # Each of the 4 minibatches of an update of 3 s takes 0.75 s: of 3 s, the servers are waited for 2.25 s.
+    assert one.config.actor.ppo_n_minibatches == 4
+    steps = simulate(replace(one, times=times)).steps[3:]
+    assert [step.wait_servers_s for step in steps] == pytest.approx([2.25] * len(steps))
+
+
 def test_the_time_of_a_step_grows_with_the_batch_and_the_context():
     times = ServerTimes(step_s=1.0, sequence_s=0.5, context_s=0.25)
     # Three sequences, 8 tokens of context: the first step takes 1 + 1.5 + 2 = 4.5 s, each later one 0.75 s more.
