@@ -1,6 +1,7 @@
 """Service times of a recorded run, from its ledger, its metrics and, where it has them, its traces."""
 
 import math
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -238,6 +239,10 @@ class Served:
     is_exact: bool = True
     """Both times are recorded."""
 
+    @property
+    def arrival_s(self) -> float:
+        return self.start_s - self.queued_s
+
 
 def traced_answers(folder: Path) -> list[Served]:
     """The answers in the traces of native servers of a run; empty without traces. Requests that score a prompt
@@ -276,6 +281,22 @@ def answers_of(episodes: Sequence[Episode]) -> list[Served]:
             answer = {"server": episode.server, "start_s": episode.start_s, "end_s": end_s, "is_exact": is_exact}
             answers.append(Served(**answer, prompt=episode.prompt, tokens=length))
     return answers
+
+
+def queued_s(answers: Sequence[Served], max_running: float) -> float:
+    """Median seconds of the wait of a request whose server could run it and all requests before it: a plan simulates
+    the wait for others. 0 without such a request."""
+    waits: list[float] = []
+    for name in {served.server for served in answers}:
+        of_server = [served for served in answers if served.server == name]
+        arrivals = sorted(served.arrival_s for served in of_server)
+        ends = sorted(served.end_s for served in of_server)
+        waits += [
+            served.queued_s
+            for served in of_server
+            if bisect_right(arrivals, served.arrival_s) - bisect_right(ends, served.arrival_s) <= max_running
+        ]
+    return median(waits or [0.0])
 
 
 def decode_times(answers: Sequence[Served]) -> list[float]:
@@ -413,7 +434,7 @@ def measured_run(folder: Path, *, cores: float) -> MeasuredRun:
         sequence_s=sequence_s,
         context_s=context_s,
         prefill_s=sequence_s,
-        queued_s=median(served.queued_s for served in answers),
+        queued_s=queued_s(answers, most_running(config)),
         prepare_s=max(0.0, update_s - trainer.publish_s),
         has_second_copy=config.server_backend == "native",
         max_running=most_running(config),

@@ -29,6 +29,7 @@ from areal.planner.measured import (
     computing_span,
     decode_times,
     nonnegative_fit,
+    queued_s,
     reward_times,
     traced_answers,
     traced_times,
@@ -153,6 +154,19 @@ def test_answers_of_a_trace_of_a_server(tmp_path):
     assert traced_answers(tmp_path) == [
         Served(server="server-1", start_s=2.0, end_s=5.0, prompt=8, tokens=20, queued_s=1.0)
     ]
+
+
+def test_a_wait_for_other_requests_does_not_count_in_the_time_before_a_request_begins():
+    def served(arrival_s: float, start_s: float, end_s: float) -> Served:
+        wait_s = start_s - arrival_s
+        return Served(server="server-0", start_s=start_s, end_s=end_s, prompt=8, tokens=20, queued_s=wait_s)
+
+    room = [served(0.0, 0.125, 10.0), served(0.0, 0.125, 20.0), served(30.0, 30.25, 40.0)]
+    waited = [served(1.0, 10.0, 20.0), served(2.0, 20.0, 30.0), served(3.0, 20.0, 30.0)]
+    elsewhere = replace(room[0], server="server-1")  # whose requests take no room of the first
+    assert queued_s([*room, *waited, elsewhere], 2) == 0.125
+    assert queued_s([*room, *waited, elsewhere], float("inf")) == 0.25
+    assert queued_s(waited, 0) == 0.0
 
 
 def test_times_of_another_model_or_size_are_extrapolated():
