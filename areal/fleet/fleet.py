@@ -354,8 +354,8 @@ def _check_ids(ids: Sequence[int], vocab_size: int, where: str, fix: str) -> Non
 # Parts that are requested in the same turn of the event loop are one call of a replica that takes groups.
 #
 # Streamed parts share a call with those of the same prompt; short ones, which are not streamed, also with those of
-# other prompts: up to `Replica.max_group`, which begin in one step of the server. Those of several calls begin in several
-# steps, each of which computes prompts beside the answers before.
+# other prompts: up to `Replica.max_group`, which begin in one step of the server. Those of several calls begin in
+# several steps, each of which computes prompts beside the answers before.
 
 MAX_MERGED_TOKENS = 4096
 """Prompt tokens of a call for several prompts. A server accepts more."""

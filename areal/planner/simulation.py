@@ -315,8 +315,8 @@ async def _simulate(setting: Setting, *, keeps_events: bool) -> Outcome:
 
 
 async def _train(setting: Setting, controller: Controller, log: RecordingLog, cores: Cores, outcome: Outcome) -> None:
-    """The calls of the trainers, in the order of `areal.trainer.ppo_loop.PPOLoop.run`: they wait for the servers after the
-    first gradient, which is the same part of an update for each optimiser step."""
+    """The calls of the trainers, in the order of `areal.trainer.ppo_loop.PPOLoop.run`: they wait for the servers after
+    the first gradient, which is the same part of an update for each optimiser step."""
     actor = setting.config.actor
     first = 1 / (actor.ppo_epochs * actor.ppo_n_minibatches)
     times, clock, rng = setting.times.trainer, asyncio.get_running_loop().time, random.Random(setting.seed + 1)
