@@ -64,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(0.01)
         if self.path == "/health" and (folder / "engine-is-dead").exists():
             return self.answer(500, {"error": "the engine is dead"})
-        info = {"weight_version": "3", "vocab_size": 9, "context_length": 99, "adapters": []}
+        info = {"weight_version": "3", "vocab_size": 9, "context_length": 99, "max_group_samples": 1, "adapters": []}
         load = {"running_requests": 2, "queued_requests": 1, "kv_tokens_used": 0, "kv_tokens_capacity": 1}
         self.answer(200, info | load | {"generated_tokens_total": 5})
 
