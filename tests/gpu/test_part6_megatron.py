@@ -57,4 +57,5 @@ def test_products_of_8_bits_are_near_those_of_bfloat16(gpu, tmp_path, megatron_c
 
 def test_a_run_on_the_card(tmp_path):
     pytest.importorskip("megatron.core")
-    run(tmp_path, "allocation_mode=native:d1+megatron:d1", "actor.weight_update_mode=auto", "actor.dtype=bfloat16")
+    words = ("allocation_mode=native:d1+megatron:d1", "actor.shared_prefixes=auto")
+    run(tmp_path, *words, "actor.weight_update_mode=auto", "actor.dtype=bfloat16")

@@ -18,6 +18,7 @@ def launch(folder: Path, stage: str, *overrides: str, trial: str = "") -> list[d
     trial = trial or stage
     command = [sys.executable, "-m", "areal.launcher.local", "--config", f"examples/quickstart/{stage}.yaml"]
     command += [f"cluster.fileroot={folder}", f"trial_name={trial}", *overrides]
+    command += ["actor.shared_prefixes=auto"] if stage == "grpo" else []  # Megatron-Core has no trees
     subprocess.run(command, cwd=REPOSITORY, check=True, timeout=1500)
     lines = (folder / "quickstart" / trial / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
