@@ -28,7 +28,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     """AssertionError unless queues, statuses and blocks are consistent."""
     assert all(sequence.status is Status.RUNNING for sequence in scheduler.running)
     assert all(sequence.status is Status.WAITING and not sequence.blocks for sequence in scheduler.waiting)
-    assert len(scheduler.running) <= scheduler._max_running
+    assert len(scheduler.running) <= scheduler.max_running
     for sequence in scheduler.running:
         assert len(sequence.blocks) >= scheduler._pool.blocks_for(sequence.num_computed)
     if (snapshots := scheduler._snapshots) is not None:
