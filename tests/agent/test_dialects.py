@@ -320,6 +320,8 @@ async def test_a_turn_continues_when_its_client_has_left(stream):
             asking = asyncio.create_task(http.post(url, json=CHAT | {"stream": stream}))
             await session.asked.wait()
             asking.cancel()
+        async with httpx.AsyncClient() as http:  # its request arrives after the end of the first connection
+            await http.get(address)
         session.may_answer.set()
         await session.answered.wait()
     assert session.delivered_answers == []
