@@ -420,9 +420,9 @@ class Session:
                 responses = await self._generate(turn_ids, request, context, settings, turn)
         except TimeoutError:
             self.counts.timed_out += 1
-            begun = [answered.answer for answered in turn.answers]
-            begun = begun or [self._begun(turn_id, request, context) for turn_id in turn_ids]
-            answers = tuple(replace(response, finish_reason="length", token_ids=(), logprobs=()) for response in begun)
+            unfinished = [streamed.answer for streamed in turn.answers]
+            unfinished = unfinished or [self._begun(turn_id, request, context) for turn_id in turn_ids]
+            answers = tuple(replace(answer, finish_reason="length", token_ids=(), logprobs=()) for answer in unfinished)
         except (InputError, RequestError) as error:
             raise TurnRefused(str(error), code="agent.request_refused", status=400) from error
         except ServerUnavailable as error:

@@ -39,14 +39,14 @@ def _place(path: Path) -> tuple[int, str]:
 
 
 def _chart_of(sizes: Mapping[Path, int]) -> Chart | None:
-    """Of the newest part of each file, and of the time of which all events are read."""
+    """The chart of the newest part of each file, over the time of which all events are read."""
     lanes: dict[str, list[Interval]] = defaultdict(list)
     known_from: list[float] = []
     for path, size in sizes.items():
         events = list(read_spans(path, newest_bytes=_TAIL_BYTES))
         for event in events:
             lanes[f"{path.stem}: {event['name']}"].append(interval_of(event))
-        if size > _TAIL_BYTES:
+        if events and size > _TAIL_BYTES:
             known_from.append(min(event["ts"] for event in events))
     if not lanes:
         return None

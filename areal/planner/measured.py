@@ -464,6 +464,6 @@ def measured_run(folder: Path, *, cores: float) -> MeasuredRun:
 
 
 def _thinned(values: Sequence[float], most: int = 200) -> tuple[float, ...]:
-    """At most so many of them, evenly over their order; (0,) of none."""
+    """At most `most` of the values, at equal distances in their order; (0.0,) if there are none."""
     places = np.linspace(0, len(values) - 1, min(len(values), most)).round().astype(int).tolist()
     return tuple(values[place] for place in places) or (0.0,)

@@ -89,6 +89,14 @@ def test_only_the_time_of_which_all_spans_are_known_is_shown(run):
     assert [column[-1] for column in columns] == pytest.approx([0.5, 1.0], abs=0.05)
 
 
+def test_a_process_without_spans_in_the_newest_part_of_its_trace_has_no_lane(run):
+    traced(run, "trainer-0", ("update", 0.0, 4.0))
+    traced(run, "server-0", ("run", 0.0, 4.0))
+    with (run.trace / "server-0.jsonl").open("a") as file:
+        file.write(json.dumps({"ph": "M", "name": "process_name", "args": {"name": "s" * 2**18}}) + "\n")
+    assert [series.label for series in SpanLanes(run.trace).chart().series] == ["trainer-0: update"]
+
+
 def test_charts_name_their_series_units_and_the_options_that_govern_them(run):
     _, facts = facts_of(run)
     charts = {chart.title: chart for chart in facts.charts}

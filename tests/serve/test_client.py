@@ -82,10 +82,10 @@ def test_policies_share_the_model_and_nothing_else(client):
 
 
 async def test_samples_take_no_threads_and_a_cancelled_one_ends(client, monkeypatch):
-    policy, begun, ended = client.policy(), threading.Semaphore(0), threading.Semaphore(0)
+    policy, started, ended = client.policy(), threading.Semaphore(0), threading.Semaphore(0)
 
     async def sampled(*_):
-        begun.release()
+        started.release()
         try:
             await asyncio.Event().wait()
         finally:
@@ -95,7 +95,7 @@ async def test_samples_take_no_threads_and_a_cancelled_one_ends(client, monkeypa
     before, count = threading.active_count(), 20
     tasks = [asyncio.create_task(policy.sample_async([[1]])) for _ in range(count)]
     for _ in tasks:
-        await asyncio.to_thread(begun.acquire, timeout=5.0)
+        await asyncio.to_thread(started.acquire, timeout=5.0)
     assert threading.active_count() < before + count
     for task in tasks:
         task.cancel()
