@@ -1,12 +1,15 @@
 """What the page of `areal watch --web` shows: the facts of a run as columns and charts. Pure."""
 
+import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from areal.api.config import BaseExperimentConfig, PPOConfig
 from areal.api.config.schema import find_field
-from areal.cli.watch import CURVES, WINDOW, RunView, phases_of, waits_of
+from areal.cli.watch import CURVES, WINDOW, RunView, phases_of, problems_of, waits_of
 from areal.cli.web_page import Chart, GoverningOption, Series
 from areal.observe.metric_table import entry_of, matching
 from areal.observe.trace import WAIT
@@ -34,6 +37,7 @@ class PageFacts:
 
     view: RunView  # It has no curves, which the columns contain.
     charts: Sequence[Chart]
+    problems: Sequence[str]
 
 
 class _Spec(NamedTuple):
@@ -68,29 +72,21 @@ class StepTable:
     """Makes the columns of a run from its metrics, row by row, and knows which charts they fill."""
 
     def __init__(self) -> None:
-        self._is_shown: dict[str, bool] = {}
-        self._sums: dict[str, float] = {}
-        self._num_steps = 0
-        self._elapsed_s = 0.0
+        self._sums = Counter[str]()
+        self._num_steps, self._elapsed_s = 0, 0.0
 
     def take(self, rows: Sequence[Mapping[str, Any]], *, replaces: bool) -> StepColumns:
-        steps, elapsed_s = list[int](), list[float]()
-        columns: dict[str, list[float | None]] = {}
-        for place, row in enumerate(rows):
-            self._elapsed_s = row.get("seconds/elapsed") or self._elapsed_s
-            steps.append(row["step"])
-            elapsed_s.append(self._elapsed_s)
-            for key, value in (dict(row) | lanes_of(row)).items():
-                if self._shows(key) and isinstance(value, int | float):
-                    columns.setdefault(key, [None] * len(rows))[place] = value
-                    self._sums[key] = self._sums.get(key, 0.0) + value
+        rows = [{**row, **lanes_of(row)} for row in rows]
+        keys = dict.fromkeys(key for row in rows for key, value in row.items() if _is_shown(key) and value is not None)
+        columns = {key: [row.get(key) for row in rows] for key in keys}
+        self._sums.update({key: sum(filter(None, column)) for key, column in columns.items()})
         self._num_steps += len(rows)
+        elapsed_s = list[float]()
+        for row in rows:
+            self._elapsed_s = row.get("seconds/elapsed") or self._elapsed_s
+            elapsed_s.append(self._elapsed_s)
+        steps = [row["step"] for row in rows]
         return StepColumns(replaces=replaces, steps=steps, elapsed_s=elapsed_s, columns=columns)
-
-    def _shows(self, key: str) -> bool:
-        if key not in self._is_shown:
-            self._is_shown[key] = bool(matching([key], _PATTERNS))
-        return self._is_shown[key]
 
     def charts(self, view: RunView, options: Mapping[str, GoverningOption]) -> list[Chart]:
         """The charts for which there are values, in the order of the page."""
@@ -107,16 +103,14 @@ class StepTable:
                 title=spec.title,
                 unit="share of the time of a step" if is_lanes else entry.unit if entry else "",
                 kind="lanes" if is_lanes else "line",
-                wide=is_lanes or keys[0] == "rollout/reward",
                 series=[Series(key=key, label=_label(key, keys), sparse=key.startswith("eval/")) for key in keys],
                 options=[options[name] for name in spec.options.split() if name in options],
             )
             charts.append(chart)
             if spec.title == _STALENESS and view.staleness:
                 data = [[float(value) for value in view.staleness], list(view.staleness.values())]
-                charts.append(
-                    replace(chart, title=_HISTOGRAM, kind="bars", unit="share of tokens", series=(), data=data)
-                )
+                shares = [Series(key="share", label="share")]
+                charts.append(replace(chart, title=_HISTOGRAM, kind="bars", unit="of tokens", series=shares, data=data))
         return charts
 
     def _lanes(self, keys: Sequence[str]) -> list[str]:
@@ -124,6 +118,11 @@ class StepTable:
         waits = [key for key in keys if " " in key]
         work = [key for key in keys if " " not in key and self._sums[key] >= _MIN_LANE * self._num_steps]
         return waits + sorted(work, key=lambda key: -self._sums[key])
+
+
+@cache
+def _is_shown(key: str) -> bool:
+    return bool(matching([key], _PATTERNS))
 
 
 def lanes_of(row: Mapping[str, Any]) -> dict[str, float]:
@@ -138,18 +137,14 @@ def lanes_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 def _label(key: str, keys: Sequence[str]) -> str:
     """The part of a key in which it differs from the others of its chart."""
-    parts = [key.split("/") for key in keys]
-    common = 0
-    while len(keys) > 1 and len({tuple(names[: common + 1]) for names in parts}) == 1:
-        common += 1
-    if len(keys) > 1:
-        return "/".join(key.split("/")[common:])
-    return key if key.startswith("eval/") else key.rpartition("/")[2]
+    if len(keys) == 1:
+        return key if key.startswith("eval/") else key.rpartition("/")[2]
+    return key.removeprefix(os.path.commonpath(keys)).removeprefix("/")
 
 
 def page_facts(view: RunView, table: StepTable, config: BaseExperimentConfig, spans: Chart | None = None) -> PageFacts:
     charts = table.charts(view, governing_options(config)) + ([spans] if spans else [])
-    return PageFacts(view=replace(view, curves={}, held_out={}), charts=charts)
+    return PageFacts(view=replace(view, curves={}, held_out={}), charts=charts, problems=problems_of(view))
 
 
 def governing_options(config: BaseExperimentConfig) -> dict[str, GoverningOption]:
@@ -161,9 +156,8 @@ def governing_options(config: BaseExperimentConfig) -> dict[str, GoverningOption
         "rollout.max_concurrent_rollouts": config.max_concurrent_rollouts,
         "train_dataset.batch_size": config.train_dataset.batch_size,
     }
-    specs = {name: find_field(type(config), name) for name in values}
     return {
-        name: GoverningOption(name=name, value=values[name], meaning=spec.sentence)
-        for name, spec in specs.items()
-        if spec is not None
+        name: GoverningOption(name=name, value=value, meaning=spec.sentence)
+        for name, value in values.items()
+        if (spec := find_field(type(config), name))
     }

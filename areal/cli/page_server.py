@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import hmac
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from aiohttp import web
 
 from areal.api.errors import ArealError
 from areal.cli.charts import PageFacts, StepColumns, StepTable, page_facts
-from areal.cli.show import LEVELS, answers_of, parse_question
+from areal.cli.show import LEVELS, Answers, answers_of, parse_question, scored, title_of
 from areal.cli.span_lanes import SpanLanes
 from areal.cli.watch import GrowingRows, Watched
 from areal.cli.web_page import Page, page
@@ -22,9 +21,8 @@ from areal.system.http_guard import RequestGuard
 from areal.system.network import Host, http_address, listen, new_token, store_prefix
 from areal.system.run_paths import RunPaths
 
-_CHOICES = {"newest": (), "best": ("--best", "8"), "worst": ("--worst", "8"), "rejected": ("--rejected",)}
+_CHOICES = {"newest": "--limit=8", "best": "--best=8", "worst": "--worst=8", "rejected": "--rejected --limit=8"}
 """What the page may ask for -> the words of `areal show`."""
-_MAX_SAMPLES = 8
 _SILENT_S = 15.0  # Without news, a comment is sent after this time: it finds connections that the browser has left.
 _SEND_S = 30.0  # A browser that takes no data for this long is disconnected.
 _HEADERS = {
@@ -71,10 +69,9 @@ def make_app(run: Path, *, key: str, interval_s: float) -> web.Application:
     `key`: the query `key` of the first request and the cookie of all others.
     """
     handlers = _Handlers(run, page("watch", title="areal watch", connects=True), key, interval_s)
-    app = web.Application(middlewares=[_guarded(key)])
-    app.add_routes(
-        [web.get("/", handlers.page), web.get("/events", handlers.events), web.get("/samples", handlers.samples)]
-    )
+    app = web.Application(middlewares=[handlers.check])
+    for path, handler in (("/", handlers.page), ("/events", handlers.events), ("/samples", handlers.samples)):
+        app.router.add_get(path, handler)
     app.on_response_prepare.append(_add_headers)
     return app
 
@@ -83,29 +80,20 @@ async def _add_headers(_: web.Request, response: web.StreamResponse) -> None:
     response.headers.update(_HEADERS)
 
 
-def _guarded(key: str) -> Any:
-    """A middleware that refuses requests for other hosts, of other pages, and without the key."""
-    guard, cookie = RequestGuard(key, Host()), cookie_name(key)
-
-    @web.middleware
-    async def check(request: web.Request, handler: Any) -> web.StreamResponse:
-        if refusal := guard.foreign(request.headers):
-            return web.Response(status=refusal.status, text=refusal.message)
-        sent = request.query.get("key") or request.cookies.get(cookie) or ""
-        if not hmac.compare_digest(sent.encode("utf-8", "surrogateescape"), key.encode()):
-            return web.Response(status=401, text="open the address that areal watch --web prints")
-        return await handler(request)
-
-    return check
-
-
 class _Handlers:
     def __init__(self, run: Path, page: Page, key: str, interval_s: float) -> None:
-        self._run = run
-        self._page = page
-        self._key = key
-        self._interval_s = interval_s
-        self._reads = asyncio.Lock()
+        self._run, self._page, self._key, self._interval_s = run, page, key, interval_s
+        self._guard, self._reads = RequestGuard(key, Host()), asyncio.Lock()
+
+    @web.middleware
+    async def check(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Refuses requests for other hosts, of other pages, and without the key."""
+        if refusal := self._guard.foreign(request.headers):
+            return web.Response(status=refusal.status, text=refusal.message)
+        sent = request.query.get("key") or request.cookies.get(cookie_name(self._key)) or ""
+        if not hmac.compare_digest(sent.encode("utf-8", "surrogateescape"), self._key.encode()):
+            return web.Response(status=401, text="open the address that areal watch --web prints")
+        return await handler(request)
 
     async def page(self, request: web.Request) -> web.Response:
         response = web.Response(text=self._page.html, content_type="text/html", charset="utf-8")
@@ -139,18 +127,16 @@ class _Handlers:
         words = _CHOICES.get(request.query.get("choice", ""))
         if words is None:
             return web.Response(status=400, text=f"choice is one of {', '.join(_CHOICES)}")
+        question = parse_question([str(self._run), "--tokens", *words.split()])
         async with self._reads:
-            answers = await asyncio.to_thread(self._answers, words)
-        return web.Response(body=orjson.dumps(answers, default=repr), content_type="application/json")
-
-    def _answers(self, words: tuple[str, ...]) -> dict[str, Any]:
-        limit = () if "--best" in words or "--worst" in words else ("--limit", str(_MAX_SAMPLES))
-        question = parse_question([str(self._run), "--tokens", *words, *limit])
-        try:
-            answers = answers_of(question, ledger_folder(self._run))
-        except ArealError as error:
-            return {"samples": [], "notice": str(error), "levels": LEVELS}
-        return {"samples": answers.samples, "notice": answers.notice, "levels": LEVELS}
+            try:
+                answers = await asyncio.to_thread(answers_of, question, ledger_folder(self._run))
+            except ArealError as error:
+                answers = Answers(samples=[], more=False, notice=str(error))
+        for facts in answers.samples:
+            facts["title"], facts["scored"] = title_of(facts), scored(facts) if "trajectory" in facts else ""
+        body = orjson.dumps({"samples": answers.samples, "notice": answers.notice, "levels": LEVELS}, default=repr)
+        return web.Response(body=body, content_type="application/json")
 
 
 def serve_page(run: Path, *, port: int, interval_s: float) -> int:
@@ -159,23 +145,13 @@ def serve_page(run: Path, *, port: int, interval_s: float) -> int:
         token = RunPaths(run).token.read_text(encoding="utf-8").strip()
     except OSError:  # a run of another user, or one that never started
         token = ""
-    asyncio.run(_serve(run, token or new_token(), port, interval_s))
-    return 0
+    token = token or new_token()
+    bound, key = listen(Host(), token, port), page_key(token)
 
-
-async def _serve(run: Path, token: str, port: int, interval_s: float) -> None:
-    host, stopped = Host(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    bound = listen(host, token, port)
-    runner = web.AppRunner(
-        make_app(run, key=page_key(token), interval_s=interval_s), access_log=None, shutdown_timeout=1.0
-    )
-    await runner.setup()
-    try:
-        await web.SockSite(runner, bound).start()
-        sys.stdout.write(f"{http_address(bound)}/?key={page_key(token)}\nCtrl-C ends the page, not the run\n")
+    def say_where(_: str) -> None:
+        sys.stdout.write(f"{http_address(bound)}/?key={key}\nCtrl-C ends the page, not the run\n")
         sys.stdout.flush()
-        await stopped.wait()
-    finally:
-        await runner.cleanup()
+
+    app = make_app(run, key=key, interval_s=interval_s)
+    web.run_app(app, sock=bound, access_log=None, shutdown_timeout=1.0, print=say_where)
+    return 0

@@ -112,19 +112,24 @@ def _text(token_ids: Sequence[int], tokenizer: Tokenizer | None, *, plain: bool 
     return tokenizer.decode(list(token_ids), skip_special_tokens=plain)
 
 
-def sample_lines(facts: dict[str, Any]) -> Iterator[str]:
+def title_of(facts: dict[str, Any]) -> str:
+    """The episode, what became of it, and its row."""
     where = f", step {facts['step']}" if facts["step"] is not None else ""
     row = f", row {facts['row']} of epoch {facts['epoch']}" if facts["row"] is not None else ""
     reason = f" ({facts['reason']})" if facts["reason"] else ""
     number = f", answer {facts['trajectory']}" if "trajectory" in facts else ""
-    yield _paint(f"== episode {facts['episode']}{number}: {facts['state']}{reason}{where}{row}", 1)
+    return f"episode {facts['episode']}{number}: {facts['state']}{reason}{where}{row}"
+
+
+def sample_lines(facts: dict[str, Any]) -> Iterator[str]:
+    yield _paint(f"== {title_of(facts)}", 1)
     for name, value in facts.get("columns", {}).items():
         yield f"   {name}: {safe(str(value))[:MAX_COLUMN]}"
-    if not number:
+    if "trajectory" not in facts:
         yield "   its tokens are not recorded (rollout.keep_rejected keeps those of the newest rejected episodes)"
         yield ""
         return
-    yield f"   {_scored(facts)}"
+    yield f"   {scored(facts)}"
     for image in facts["images"]:
         time, height, width = image["grid"]
         yield f"   image {image.get('file', image['sha256'])} ({time} x {height} x {width} patches)"
@@ -171,7 +176,8 @@ def _turn_title(facts: Mapping[str, Any], span: Mapping[str, Any]) -> str:
     return f"turn {span['turn']}{reward}" + (f": {calls}" if calls else "")
 
 
-def _scored(facts: dict[str, Any]) -> str:
+def scored(facts: dict[str, Any]) -> str:
+    """Reward, length, versions and end of an answer."""
     reward = "not scored" if facts["reward"] is None else f"reward {facts['reward']:g}"
     if parts := facts["reward_parts"]:
         reward += f" ({', '.join(f'{name} {value:g}' for name, value in parts.items())})"

@@ -20,8 +20,7 @@ class SpanLanes:
     """Reads the traces in a folder again when they have grown."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._sizes: dict[Path, int] = {}
+        self._folder, self._sizes = folder, dict[Path, int]()
         self._chart: Chart | None = None
 
     def chart(self) -> Chart | None:
@@ -64,7 +63,6 @@ def _chart_of(sizes: Mapping[Path, int]) -> Chart | None:
         title="spans of the newest part of the traces",
         unit="share of the time",
         kind="lanes",
-        wide=True,
         series=[Series(key=name, label=name) for name in columns],
         data=[((edges[1:] - first) / 1e6).round(3).tolist(), *columns.values()],
     )

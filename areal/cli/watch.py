@@ -501,8 +501,9 @@ _WIDE = 100  # Columns from which on panels are next to each other.
 def view(seen: RunView, width: int) -> RenderableType:
     parts: list[RenderableType] = [_head(seen)]
     parts += _training(seen, width) if seen.service is None else [_panel("tenants", _tenants(seen.service))]
-    if problems := _problems(seen):
-        parts.append(Panel(problems, title="failures and alarms", title_align="left", border_style="red"))
+    if problems := problems_of(seen):
+        text = Text("\n".join(problems))
+        parts.append(Panel(text, title="failures and alarms", title_align="left", border_style="red"))
     if seen.samples:
         parts.append(_panel(f"samples of step {seen.samples_step}", _sample_texts(seen)))
     parts.append(_panel("processes", _processes(seen.processes)))
@@ -660,12 +661,12 @@ def _episodes(seen: RunView) -> RenderableType:
     return Group(*parts)
 
 
-def _problems(seen: RunView) -> Text:
+def problems_of(seen: RunView) -> list[str]:
+    """A line for each failure, restart, evaluation with answers without a reward, and group of the newest alarms."""
     lines = [f"first failure: {safe(seen.first_failure)}"] if seen.first_failure else []
     lines += [f"{name} was restarted: {safe(cause)}" for name, causes in seen.restarts.items() for cause in causes]
     lines += seen.unscored
-    lines += [alarms_text(group) for group in by_meaning(seen.alarms)[-3:]]
-    return Text("\n".join(lines))
+    return lines + [alarms_text(group) for group in by_meaning(seen.alarms)[-3:]]
 
 
 def _sample_texts(seen: RunView) -> RenderableType:

@@ -31,8 +31,7 @@ class Chart:
     section: str  # Part of the page.
     title: str
     unit: str
-    kind: str  # line, lanes, or bars.
-    wide: bool = False  # It has a row of its own.
+    kind: str  # line, bars, or lanes, which have a row of their own.
     series: Sequence[Series] = ()
     options: Sequence[GoverningOption] = ()
     data: Sequence[Sequence[float]] = ()  # x and a column for each series, of a chart that is not over steps.
@@ -48,30 +47,23 @@ def page(name: str, *, title: str, data: bytes = b"", connects: bool = False) ->
     """The page `name`.html with charts.js and `name`.js. `data`: JSON for the script. `connects`: to its server."""
     styles = [_asset("uPlot.min.css"), _asset("page.css")]
     scripts = [_asset("uPlot.min.js"), _asset("charts.js"), _asset(f"{name}.js")]
-    allowed = {
-        "default-src": ("'none'",),
-        "script-src": _checksums(scripts),
-        "style-src": _checksums(styles),
-        "connect-src": ("'self'",) if connects else ("'none'",),
-        "base-uri": ("'none'",),
-        "form-action": ("'none'",),
-    }
-    policy = "; ".join(f"{kind} {' '.join(sources)}" for kind, sources in allowed.items())
-    text = data.decode().replace("<", "\\u003c")  # no text of a run can end the element
-    html = "".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title>",
-            *(f"<style>{style}</style>" for style in styles),
-            f"</head><body>{_asset(f'{name}.html')}",
-            f'<script type="application/json" id="data">{text}</script>' if data else "",
-            *(f"<script>{script}</script>" for script in scripts),
-            "</body></html>\n",
-        ]
+    policy = (
+        f"default-src 'none'; script-src {_checksums(scripts)}; style-src {_checksums(styles)}; "
+        f"connect-src '{'self' if connects else 'none'}'; base-uri 'none'; form-action 'none'"
     )
-    return Page(html, policy)
+    text = data.decode().replace("<", "\\u003c")  # no text of a run can end the element
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title>",
+        *(f"<style>{style}</style>" for style in styles),
+        f"</head><body>{_asset(f'{name}.html')}",
+        f'<script type="application/json" id="data">{text}</script>' if data else "",
+        *(f"<script>{script}</script>" for script in scripts),
+        "</body></html>\n",
+    ]
+    return Page("".join(parts), policy)
 
 
 @cache
@@ -79,5 +71,6 @@ def _asset(name: str) -> str:
     return files("areal.cli").joinpath("page", name).read_text(encoding="utf-8")
 
 
-def _checksums(texts: Iterable[str]) -> list[str]:
-    return [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts]
+def _checksums(texts: Iterable[str]) -> str:
+    sums = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    return " ".join(f"'sha256-{each}'" for each in sums)

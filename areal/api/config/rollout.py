@@ -329,7 +329,7 @@ class InferenceEngineConfig:
     max_head_offpolicyness: int = number(0, low=0, also="ROLL: async_generation_ratio")
     """Maximum staleness, in policy versions, that the admission gate allows; 0 = synchronous RL."""
     target_staleness: TargetStaleness = section(TargetStaleness)
-    """The staleness to hold, in place of the highest that max_head_offpolicyness allows."""
+    """The staleness to hold, in place of the highest that max_head_offpolicyness allows; not with dynamic_bs."""
     on_stale: str = choice("train", "train", "mask", "drop", "wait")
     """Use of answers above max_head_offpolicyness: train, mask their old tokens, drop; wait = in admission order."""
     weight_update: str = choice("interrupt", "interrupt", "keep", "keep_cache")

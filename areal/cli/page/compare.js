@@ -5,10 +5,8 @@ const { found, charts } = JSON.parse(document.getElementById("data").textContent
 const elapsed = found.elapsed_s.map((curve) => new Map(curve.steps.map((step, place) => [step, curve.values[place]])));
 
 const board = new ChartBoard((chart, axis) => {
-  const tables = found.curves[chart.title].map((curve, run) =>
-    curve ? [axis === "time" ? curve.steps.map((step) => elapsed[run].get(step)) : curve.steps, curve.values] : [[], []]);
-  const [xs, ...columns] = uPlot.join(tables);
-  return [xs, columns];
+  const xs = (curve, run) => (axis === "time" ? curve.steps.map((step) => elapsed[run].get(step)) : curve.steps);
+  return uPlot.join(found.curves[chart.title].map((curve, run) => (curve ? [xs(curve, run), curve.values] : [[], []])));
 });
 
 const shown = (value) => (typeof value === "string" ? value : JSON.stringify(value));

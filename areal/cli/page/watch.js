@@ -7,7 +7,7 @@ const table = { step: [], time: [], columns: new Map() };
 
 const board = new ChartBoard((chart, axis) => {
   const empty = table.step.map(() => null);
-  return [table[axis], chart.series.map((one) => table.columns.get(one.key) ?? empty)];
+  return [table[axis], ...chart.series.map((one) => table.columns.get(one.key) ?? empty)];
 });
 
 function takeSteps(found) {
@@ -19,29 +19,25 @@ function takeSteps(found) {
   for (const [key, column] of table.columns) table.columns.set(key, column.concat(found.columns[key] ?? new Array(found.steps.length).fill(null)));
 }
 
-function fact(name, value) {
-  const made = element("span", "", `${name} `);
-  made.append(element("b", "", value));
-  return made;
+function showFacts(id, facts) {
+  find(id).replaceChildren(...Object.entries(facts).map(([name, value]) => element("span", "", `${name.replace("_", " ")} `, element("b", "", value))));
 }
 
-function takeFacts({ view, charts }) {
+function takeFacts({ view, charts, problems }) {
   const name = view.run.split("/").slice(-2).join("/");
   document.title = `${name}: ${view.state}`;
   find("run").textContent = name;
   find("state").textContent = view.state;
   find("state").className = `state ${view.state}`;
-  const facts = [fact("step", `${view.step} of ${view.total_steps ?? "?"}`), fact("trained for", duration(view.elapsed_s))];
-  if (view.step_s !== null) facts.push(fact("time per step", `${number(view.step_s)} s`));
-  if (view.tokens_per_s !== null) facts.push(fact("generated", `${number(view.tokens_per_s)} tokens/s`));
-  if (view.eta_s !== null) facts.push(fact("remaining", duration(view.eta_s)));
-  find("facts").replaceChildren(...facts);
+  showFacts("facts", { step: `${view.step} of ${view.total_steps ?? "?"}`, "trained for": duration(view.elapsed_s),
+    "seconds per step": number(view.step_s), "generated tokens/s": number(view.tokens_per_s), remaining: duration(view.eta_s) });
   find("waiting").textContent = view.waiting_for ? `waits for ${view.waiting_for}` : "";
   find("cause").textContent = view.cause;
-  showProblems(view);
+  find("problems").hidden = !problems.length;
+  find("problem-list").replaceChildren(...problems.map((text) => element("li", "problem", text)));
   rowsInto("evaluations", ["evaluation", "#after step", "newest reward"],
     view.evaluations.map((one) => [one.name.replace("eval/", ""), one.step, element("span", one.unscored && "warn", one.unscored ? one.text : `${one.text}, no answer without a reward`)]));
-  if (view.service) showTenants(view.service);
+  showTenants(view.service);
   rowsInto("plan", ["figure", "#planned", "#from", "#to", "#measured"],
     view.planned.map((one) => [one.name, number(one.planned), number(Math.max(one.low, 0)), number(one.high), number(one.measured)]));
   showEpisodes(view.episodes, view.causes);
@@ -49,37 +45,21 @@ function takeFacts({ view, charts }) {
   board.show(charts);
 }
 
-function showProblems(view) {
-  const lines = view.first_failure ? [["problem", `first failure: ${view.first_failure}`]] : [];
-  for (const [who, causes] of Object.entries(view.restarts)) for (const cause of causes) lines.push(["warn", `${who} restarted: ${cause}`]);
-  for (const one of view.alarms) {
-    lines.push(["warn", `alarm at step ${one.step}: ${one.meaning} (${one.name} ${number(one.value)} is ${one.side} ${number(one.limit)}). Likely causes: ${one.causes}. Look at: ${one.look_at}`]);
-  }
-  find("problems").hidden = !lines.length;
-  find("problem-list").replaceChildren(...lines.map(([kind, text]) => element("li", kind, text)));
-}
-
 function showTenants(service) {
+  const { models, ...counts } = service ?? { models: [] };
+  showFacts("tenant-counts", counts);
   rowsInto("tenants", ["user", "model", "#rank", "#steps", "#answered", "#failed", "#waiting", "waits for"],
-    service.models.map((one) => [one.user, one.model, one.rank, one.steps ?? "?", one.answered, one.failed, one.waiting, one.missing === null ? "" : `request ${one.missing}`]));
-  find("tenants").hidden = false;
-  find("tenant-counts").replaceChildren(fact("sessions", service.sessions), fact("samplers", service.samplers), fact("saved weights", service.saved_weights));
+    models.map((one) => [one.user, one.model, one.rank, one.steps ?? "?", one.answered, one.failed, one.waiting, one.missing === null ? "" : `request ${one.missing}`]));
+  find("tenants").hidden = !service;
 }
 
 function showEpisodes(episodes, causes) {
   find("causes").textContent = causes;
-  find("counts").replaceChildren(...["admitted", "running", "waiting", "batched", "consumed", "rejected", "failed"]
-    .filter((name) => name in episodes).map((name) => fact(name === "consumed" ? "trained" : name, number(episodes[name]))));
-  const rows = Object.entries(episodes.reasons ?? {}).sort((one, other) => other[1] - one[1]).map(([reason, count]) => {
-    const bar = element("meter");
-    bar.max = episodes.admitted || 1;
-    bar.value = count;
-    return [reason, number(count), percent(count / (episodes.admitted || 1)), bar];
-  });
-  rowsInto("episodes", ["rejected or failed, by reason", "#episodes", "#of admitted", ""], rows);
-  find("episodes").hidden = !("admitted" in episodes);
-  find("episodes").querySelector("table").hidden = !rows.length;
-  if (episodes.selection) find("counts").append(element("span", "", `of the newest: ${episodes.selection}`));
+  const { reasons = {}, selection, first_failure, ...counts } = episodes;
+  showFacts("counts", { ...counts, ...(selection && { "of the newest": selection }) });
+  rowsInto("episodes", ["rejected or failed, by reason", "#episodes", "#of admitted"],
+    Object.entries(reasons).sort((one, other) => other[1] - one[1]).map(([reason, count]) => [reason, count, percent(count / counts.admitted)]));
+  find("episodes").hidden = !("admitted" in counts);
 }
 
 function showProcesses(view) {
@@ -110,31 +90,20 @@ function tokenText(tokens, levels) {
   return shown;
 }
 
-function sampleCard(facts, levels) {
-  const card = element("article", "card sample");
-  const reward = facts.reward === null ? "not scored" : facts.reward === undefined ? "" : `reward ${number(facts.reward)}`;
-  const parts = Object.entries(facts.reward_parts ?? {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
-  const made = facts.versions ? `version ${[...new Set(facts.versions)].join(" to ")}` : "";
-  const end = facts.num_generated === undefined ? "" : `${facts.num_generated} generated tokens, ${facts.num_in_loss} in the loss; ended by ${facts.stop_reason}`;
-  card.append(element("h3", "", `episode ${facts.episode}, ${facts.state}${facts.reason ? ` (${facts.reason})` : ""}${facts.step === null ? "" : `, step ${facts.step}`}`));
-  card.append(element("div", "dim", [reward + (parts ? ` (${parts})` : ""), made, end].filter(Boolean).join("; ")));
-  card.append(facts.tokens ? tokenText(facts.tokens, levels) : element("div", "dim", "its tokens are not recorded"));
-  return card;
-}
-
 function showKey(levels) {
   const names = [`log-probability ≥ ${levels[0]}`, ...levels.slice(1).map((low) => `≥ ${low}`), "lower"];
   find("sample-key").replaceChildren(...names.map((name, place) => element("span", `key p${place}`, name)), "grey: not in the loss; v3: from here policy version 3; hover a token for its values");
 }
 
-async function loadSamples(choice) {
-  for (const button of document.querySelectorAll("[data-choice]")) button.setAttribute("aria-pressed", String(button.dataset.choice === choice));
+async function loadSamples(button) {
+  press("data-choice", button);
   find("sample-list").replaceChildren(element("div", "dim", "reads the ledger ..."));
   try {
-    const answer = await fetch(`samples?choice=${choice}`);
+    const answer = await fetch(`samples?choice=${button.dataset.choice}`);
     if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
     const { samples, notice, levels } = await answer.json();
-    const cards = samples.map((facts) => sampleCard(facts, levels));
+    const cards = samples.map(({ title, scored, tokens }) => element("article", "card sample", element("h3", "", title),
+      element("div", "dim", scored), tokens ? tokenText(tokens, levels) : element("div", "dim", "its tokens are not recorded")));
     if (levels.length) showKey(levels);
     if (notice) cards.unshift(element("div", "warn", notice));
     find("sample-list").replaceChildren(...(cards.length ? cards : [element("div", "dim", "no episode matches")]));
@@ -143,7 +112,7 @@ async function loadSamples(choice) {
   }
 }
 
-for (const button of document.querySelectorAll("[data-choice]")) button.addEventListener("click", () => loadSamples(button.dataset.choice));
+for (const button of document.querySelectorAll("[data-choice]")) button.addEventListener("click", () => loadSamples(button));
 
 // Events
 
