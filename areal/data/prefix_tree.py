@@ -4,6 +4,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -83,8 +84,7 @@ def _common_length(a: np.ndarray, b: np.ndarray) -> int:
     return first if size and differ[first] else size
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
+class Branch(NamedTuple):
     """The end of a row that no earlier branch of the tree has."""
 
     row: int
@@ -111,62 +111,62 @@ class PrefixTree:
 
 def prefix_tree(rows: SortedRows, bounds: np.ndarray) -> PrefixTree:
     """The tree of sorted rows. Rows that are equal, or the beginning of another, have no branch."""
-    order, starts = rows.order, bounds[:-1].tolist()
-    shared, lengths = rows.shared, rows.lengths[order]
+    order, shared, lengths = rows.order, rows.shared, rows.lengths[rows.order]
     is_leaf = np.append(shared[1:] < lengths[:-1], True)  # others are the beginning of the next one
     leaves = np.flatnonzero(is_leaf)
     previous = np.concatenate([[-1], leaves[:-1]])
     common = np.minimum.reduceat(shared, previous + 1)
     tops = [*np.flatnonzero(common == 0).tolist(), len(leaves)]
+    names, sizes, gaps = order[leaves].tolist(), lengths[leaves].tolist(), common.tolist()
     branches: list[Branch] = []
-    paths: dict[int, np.ndarray] = {}
+    numbers: list[int] = []  # the branch of each leaf
     for first, end in pairwise(tops):
-        _grow(branches, paths, order[leaves[first:end]], lengths[leaves[first:end]], common[first:end])
-    places = np.empty(int(bounds[-1]), dtype=np.int64)
-    leaf_of = leaves[np.cumsum(is_leaf) - is_leaf]
-    for number, leaf in zip(order.tolist(), order[leaf_of].tolist(), strict=True):
-        length = int(rows.lengths[number])
-        places[starts[number] : starts[number] + length] = paths[leaf][:length]
-    source = [np.arange(branch.size) + starts[branch.row] + branch.shared for branch in branches]
-    return PrefixTree(branches, places, np.concatenate(source))
+        numbers += _grow(branches, names[first:end], sizes[first:end], gaps[first:end])
+    of_row = np.empty(len(order), dtype=np.int64)
+    of_row[order] = np.array(numbers)[np.cumsum(is_leaf) - is_leaf]
+    row, begins, parents, firsts, counts = np.array(branches).T
+    tokens = np.arange(int(bounds[-1]))
+    rows_of = np.repeat(np.arange(len(order)), rows.lengths)
+    at, on = tokens - bounds[rows_of], of_row[rows_of]  # place in its row, and branch, of each token
+    above = np.flatnonzero(at < begins[on])
+    while len(above):  # on the branch before
+        on[above] = parents[on[above]]
+        above = above[at[above] < begins[on[above]]]
+    places = firsts[on] + at - begins[on]
+    source = np.empty(int(counts.sum()), dtype=np.int64)
+    is_own = row[on] == rows_of
+    source[places[is_own]] = tokens[is_own]
+    return PrefixTree(branches, places, source)
 
 
-def _grow(
-    branches: list[Branch], paths: dict[int, np.ndarray], rows: np.ndarray, lengths: np.ndarray, shared: np.ndarray
-) -> None:
-    """Append the branches of one tree. `rows`: its leaves, sorted; `shared`: with the one before; `paths`: of all."""
+def _grow(branches: list[Branch], rows: list[int], lengths: list[int], shared: list[int]) -> list[int]:
+    """Append the branches of one tree; returns the number of that of each leaf. `rows`: its leaves, sorted; `shared`:
+    with the one before."""
     first = branches[-1].first + branches[-1].size if branches else 0
-    if len(rows) == 1:
-        row, size = int(rows[0]), int(lengths[0])
-        paths[row] = np.arange(first, first + size)
-        branches.append(Branch(row, 0, -1, first, size))
-        return
     parents, begins = _parents(lengths, shared)
     children: dict[int, list[int]] = {}
     for leaf in sorted(range(len(rows)), key=lambda leaf: (begins[leaf], -leaf)):
         children.setdefault(parents[leaf], []).append(leaf)
-    numbers: dict[int, int] = {}
+    numbers = [-1] * (len(rows) + 1)  # the last: of no parent
     waiting = children[-1]
     while waiting:
         leaf = waiting.pop()  # the last to leave its parent
-        begin, size, row = begins[leaf], int(lengths[leaf]) - begins[leaf], int(rows[leaf])
+        begin = begins[leaf]
         numbers[leaf] = len(branches)
-        places = np.arange(first, first + size)
-        parent = parents[leaf]
-        paths[row] = places if parent < 0 else np.concatenate([paths[int(rows[parent])][:begin], places])
-        branches.append(Branch(row, begin, numbers.get(parent, -1), first, size))
-        first += size
+        branches.append(Branch(rows[leaf], begin, numbers[parents[leaf]], first, lengths[leaf] - begin))
+        first += lengths[leaf] - begin
         waiting += children.get(leaf, [])
+    return numbers[:-1]
 
 
-def _parents(lengths: np.ndarray, shared: np.ndarray) -> tuple[list[int], list[int]]:
+def _parents(lengths: list[int], shared: list[int]) -> tuple[list[int], list[int]]:
     """For each leaf of a tree the leaf whose branch it leaves, and where. The longest have their branches first."""
     parents, begins = [-1] * len(lengths), [0] * len(lengths)
     placed: list[int] = []
-    for leaf in np.argsort(-lengths, kind="stable").tolist():
+    for leaf in sorted(range(len(lengths)), key=lambda leaf: -lengths[leaf]):
         at = bisect(placed, leaf)
-        before = int(shared[placed[at - 1] + 1 : leaf + 1].min()) if at else -1
-        after = int(shared[leaf + 1 : placed[at] + 1].min()) if at < len(placed) else -1
+        before = min(shared[placed[at - 1] + 1 : leaf + 1]) if at else -1
+        after = min(shared[leaf + 1 : placed[at] + 1]) if at < len(placed) else -1
         if placed:
             parent, begins[leaf] = (placed[at - 1], before) if before >= after else (placed[at], after)
             while begins[leaf] <= begins[parent] and parents[parent] >= 0:

@@ -1,8 +1,8 @@
 """Micro-batches: partition of a batch by token budget, equal in number on every rank, and model inputs."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -77,16 +77,24 @@ class TreeRow:
 
 def tree_row(ordered: SortedRows, bounds: np.ndarray, device: torch.device, *, keeps_last: bool) -> TreeRow:
     """`keeps_last`: the last token of each sequence is computed too, though no other attends to it."""
+    return _tree_row(ordered.order.tobytes(), ordered.shared.tobytes(), bounds.tobytes(), device, keeps_last)
+
+
+@functools.lru_cache(maxsize=4)
+def _tree_row(order: bytes, shared: bytes, starts: bytes, device: torch.device, keeps_last: bool) -> TreeRow:
+    """The newest ones are kept, because a step computes the same rows several times: before its update and in it."""
+    bounds = np.frombuffer(starts, np.int64)
+    ordered = SortedRows(np.diff(bounds), np.frombuffer(order, np.int64), np.frombuffer(shared, np.int64))
     tree = prefix_tree(ordered, bounds)
-    ends = np.array([branch.first + branch.size - 1 for branch in tree.branches])
+    _, _, parents, firsts, sizes = np.array(tree.branches).T
+    ends = firsts + sizes - 1
     computed = np.ones(len(tree.source), dtype=bool)
     computed[ends] = keeps_last or len(ends) == len(computed)
     place = np.cumsum(computed) - 1
     of_row = np.zeros(len(tree.places), dtype=bool)
     of_row[bounds[1:] - 1] = True
-    first = np.array([branch.first for branch in tree.branches if branch.parent < 0])
     has_output = np.ones(len(tree.source), dtype=bool)
-    has_output[first] = False
+    has_output[firsts[parents < 0]] = False
     number = np.cumsum(has_output) - 1
     last = bounds[1:] - 1
     rows = np.empty(len(tree.places), dtype=np.int64)
@@ -349,7 +357,7 @@ def over_context(inputs: ModelInput, ranks: RankGroup) -> ModelInput:
     count, layout = inputs.input_ids.numel(), inputs.layout
     if padding := -count % ranks.size:
         layout = _with_last(layout, count, padding)
-    local = partial(own_tokens, ranks=ranks)
+    local = functools.partial(own_tokens, ranks=ranks)
     return ModelInput(
         input_ids=local(inputs.input_ids),
         position_ids=local(inputs.position_ids.movedim(-1, 0)).movedim(0, -1),

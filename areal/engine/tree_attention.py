@@ -114,15 +114,14 @@ class _Leaving:
 def tree_layout(tree: PrefixTree, computed: np.ndarray, bounds: np.ndarray, device: torch.device) -> TreeLayout:
     """`computed` [tokens of the tree] bool: false only at the ends of branches. `bounds` [S + 1]: of the rows."""
     place = np.append(0, np.cumsum(computed))
-    spans = [
-        (int(place[branch.first]), int(place[branch.first + branch.size] - place[branch.first]))
-        for branch in tree.branches
-    ]
+    _, shared, parents, firsts, sizes = np.array(tree.branches).T
+    firsts, sizes = place[firsts], place[firsts + sizes] - place[firsts]
+    spans = [*zip(firsts.tolist(), sizes.tolist(), strict=True)]
     last = place[tree.places[bounds[1:] - 1] + 1]
     ends = np.zeros(len(computed), dtype=np.int64)
     np.maximum.at(ends, tree.places, np.repeat(last, np.diff(bounds)))
     ends = ends[computed]
-    positions = [np.arange(size) + branch.shared for (_, size), branch in zip(spans, tree.branches, strict=True)]
+    in_row = np.arange(len(tree.places)) - np.repeat(bounds[:-1], np.diff(bounds))
     after = _after_subtrees(tree)
     small: list[tuple[int, int]] = []
     single: list[tuple[int, int]] = []
@@ -153,11 +152,9 @@ def tree_layout(tree: PrefixTree, computed: np.ndarray, bounds: np.ndarray, devi
             _Call(_places([call.queries for call in part], device), _places([call.keys for call in part], device))
             for part in contexts
         ),
-        spans=tuple(
-            Span(*span, branch.shared, branch.parent) for span, branch in zip(spans, tree.branches, strict=True)
-        ),
+        spans=tuple(map(Span, *(column.tolist() for column in (firsts, sizes, shared, parents)))),
         ends=seen,
-        positions=torch.from_numpy(np.concatenate(positions)).to(device),
+        positions=torch.from_numpy(in_row[tree.source[computed]]).to(device),
     )
 
 
@@ -177,8 +174,9 @@ def _after_subtrees(tree: PrefixTree) -> list[int]:
     """The first branch after each one and those that leave it, which follow it."""
     after = [number + 1 for number in range(len(tree.branches))]
     for number in reversed(range(len(after))):
-        if (parent := tree.branches[number].parent) >= 0:
-            after[parent] = max(after[parent], after[number])
+        parent = tree.branches[number].parent
+        if parent >= 0 and after[parent] < after[number]:
+            after[parent] = after[number]
     return after
 
 

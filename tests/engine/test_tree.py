@@ -369,6 +369,15 @@ def test_every_token_has_its_output(keeps_last):
     assert int(tree.counts.sum()) == batch.num_tokens or not keeps_last
 
 
+def test_the_passes_of_a_step_over_equal_rows_share_one_tree():
+    batch, chosen = grouped_batch(), list(range(len(ANSWERS)))
+    before = make_micro_batch(batch, chosen, CPU, rows=rows_of(batch))[1].tree
+    updated = batch.with_column(RETURNS, torch.zeros(batch.num_tokens))
+    assert make_micro_batch(updated, chosen, CPU, rows=rows_of(updated))[1].tree is before
+    fewer = make_micro_batch(batch, chosen[1:], CPU, rows=rows_of(batch))[1].tree
+    assert fewer.rows.numel() == batch.num_tokens - batch.sequence_lengths[0]
+
+
 def test_micro_batches_are_filled_by_tokens_of_the_tree(models):
     prompt, spec = list(range(10)), MicroBatchSpec(max_tokens_per_mb=30)
     batch = batch_of([[*prompt, 11 + row % 4, row] for row in range(8)])
