@@ -76,7 +76,8 @@ LARGEST_REWARD = 1e15
 
 def check_episode(group: TrajectoryGroup) -> None:
     """Raise TrajectoryError for a group without trajectories, unequal lengths or a reward that is not finite."""
-    _require_trajectories(group)
+    if not group.trajectories:
+        raise _no_trajectories()
     try:
         for trajectory in group.trajectories:
             _checked_length(trajectory, is_scored=True)
@@ -89,7 +90,8 @@ def encode_episode(episode_id: int, group: TrajectoryGroup, limits: TokenLimits 
 
     `limits`: it is to be trained on; numbers that a trainer cannot use are errors too.
     """
-    _require_trajectories(group)
+    if not group.trajectories:
+        raise _no_trajectories()
     return _encode(episode_id, group.trajectories, record=group.record, limits=limits, turn_ids=tuple(group.turn_ids))
 
 
@@ -138,12 +140,9 @@ def _encode(
     )
 
 
-def _require_trajectories(group: TrajectoryGroup) -> None:
-    if not group.trajectories:
-        raise TrajectoryError(
-            "the workflow returned a group without trajectories; return None to reject an episode",
-            code="workflow.trajectory_lengths",
-        )
+def _no_trajectories() -> TrajectoryError:
+    message = "the workflow returned a group without trajectories; return None to reject an episode"
+    return TrajectoryError(message, code="workflow.trajectory_lengths")
 
 
 def _wrong_type(error: Exception) -> TrajectoryError:
@@ -192,8 +191,6 @@ def _short_body(
     versions: list[int] = []
     logprobs: list[float] = []
     loss_mask: list[int] = []
-    rewards: list[float] = []
-    finished: list[bool] = []
     last_mask = last_made = mask_numbers = made_numbers = None  # as in `_body`
     for row in trajectories:
         if row.columns or row.images or row.session >= 0:
@@ -206,8 +203,7 @@ def _short_body(
         versions += made_numbers
         logprobs += row.rollout_logprobs
         loss_mask += mask_numbers
-        rewards.append(row.reward)
-        finished.append(row.finished)
+    rewards, finished = [row.reward for row in trajectories], [row.finished for row in trajectories]
     mask, rows, size = bytes(loss_mask), len(lengths), len(token_ids)
     head, form = (episode_id, rows, size, 0), _short_form(rows, size)
     try:

@@ -240,10 +240,10 @@ class LedgerState:
 
     def apply(self, event: Event) -> None:
         """Apply one event. An event that breaks a rule raises LedgerError and changes nothing."""
-        handler = self._HANDLERS.get(event["event"])
-        if handler is None:
-            raise LedgerError(f"unknown ledger event {event['event']!r}", code="ledger.unknown_event")
-        handler(self, event)
+        kind, handlers = event["event"], self._HANDLERS
+        if kind not in handlers:
+            raise LedgerError(f"unknown ledger event {kind!r}", code="ledger.unknown_event")
+        handlers[kind](self, event)
 
     def check_integrity(self) -> None:
         """Recount all episodes. Raises LedgerError when a counter differs. For tests and the audit."""
@@ -264,10 +264,12 @@ class LedgerState:
         if in_order and (first_running := states.find(RUNNING, self.first_open)) >= 0:
             end = first_running
         result: list[int] = []
-        position = states.find(WAITING, self.first_open, end)
-        while position >= 0 and len(result) < limit:
-            result.append(position)
+        position = self.first_open - 1
+        for _ in range(limit):
             position = states.find(WAITING, position + 1, end)
+            if position < 0:
+                break
+            result.append(position)
         return result
 
     def _move_all(self, episode_ids: Sequence[int], source: int, target: int) -> None:
@@ -392,7 +394,7 @@ class LedgerState:
             version=event["version"],
             mask_before=event["mask_before"],
             episode_ids=tuple(ids),
-            payloads=tuple(self.waiting[episode_id].payload for episode_id in ids),
+            payloads=tuple([self.waiting[episode_id].payload for episode_id in ids]),
             stats=event["stats"],
             by_tree=event.get("by_tree", False),
         )

@@ -19,6 +19,7 @@ from areal.system.durable import append_whole
 from areal.system.run_paths import RunPaths
 
 NO_AMOUNTS: Mapping[str, int] = MappingProxyType({})
+_NOTHING = nullcontext()  # It has no state.
 
 # ----------------------------------------------------------------------------------------------------------------------
 # One record for each finished episode in trace/sessions.ndjson of the run folder: times, result and parts.
@@ -123,7 +124,7 @@ def tracing(*tracers: PartTracer | None) -> Iterator[None]:
 def track(kind: str, name: object) -> AbstractContextManager[None]:
     """One piece of work, for example the episode 17; the spans inside the block are parts of it."""
     tracers = _TRACERS.get()
-    return _track(tracers, kind, str(name)) if tracers else nullcontext()
+    return _track(tracers, kind, str(name)) if tracers else _NOTHING
 
 
 @contextmanager
@@ -147,7 +148,7 @@ def episode_ended(episode_id: int, status: str, reason: str = "") -> None:
 def span(name: str) -> AbstractContextManager[None]:
     """A part of the work of the current track."""
     track = _TRACK.get()
-    return nullcontext() if track is None else _span(track, name)
+    return _NOTHING if track is None else _span(track, name)
 
 
 @contextmanager

@@ -596,7 +596,7 @@ class Executor:
         self._accept = accept
         self._options = options
         self._temperature = temperature
-        self._longest_row = longest_row
+        self._limits = TokenLimits(0, 0, options.check_trajectory_format, longest_row)
         self._source_key = source_key
         self._producer = producer
         self._alarms = alarms
@@ -641,8 +641,10 @@ class Executor:
     def _token_limits(self) -> TokenLimits:
         """Servers may have a version before the ledger, and a trainer that went back has published higher ones."""
         served, published = self._engine.version, self._ledger.state.highest_version
-        newest, is_strict = served if served > published else published, self._options.check_trajectory_format
-        return TokenLimits(self._engine.vocab_size, newest, is_strict, self._longest_row)
+        newest, limits, vocab_size = served if served > published else published, self._limits, self._engine.vocab_size
+        if limits.newest_version != newest or limits.vocab_size != vocab_size:
+            self._limits = limits = limits._replace(newest_version=newest, vocab_size=vocab_size)
+        return limits
 
     def hold_requests(self, hold: bool) -> None:
         """Let running episodes send no new request while true; requests already sent continue."""
@@ -744,9 +746,8 @@ class Executor:
                 error = RuntimeError("the workflow cancelled itself")
             except Exception as raised:  # noqa: BLE001 - user code: an error ends this one episode
                 error = raised
-            task = asyncio.current_task()
-            assert task is not None
-            if task.cancelling():  # whatever the workflow made of it
+            running = self._tasks.get(episode_id)
+            if running is None or running.engine is not engine:  # cancelled, whatever the workflow made of it
                 return  # stuck, or the controller stops or runs it again: then the ledger keeps it as running
             if error is not None or verdict is None:
                 assert error is not None
@@ -902,6 +903,7 @@ class Executor:
         if self._timer is not None:
             self._timer.cancel()
         tasks = [*(running.task for running in self._tasks.values()), *self._dropped]
+        self._tasks.clear()
         for task in tasks:
             task.cancel()
         if tasks:  # a workflow may ignore that it is cancelled

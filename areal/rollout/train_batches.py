@@ -147,7 +147,7 @@ class BatchSums:
     def add(self, episodes: Sequence[AcceptedEpisode], counts: Sequence[TokenCounts]) -> None:
         self.episodes += episodes
         self._blocks.append(_joined(counts))
-        for episode in episodes:
+        for episode in [episode for episode in episodes if episode.stats]:
             for name, value in episode.stats.items():
                 self._values.setdefault(name, []).append(value)
 

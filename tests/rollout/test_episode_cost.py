@@ -14,7 +14,7 @@ from areal.ledger.payload import TokenLimits, encode_episode
 from benchmark import rollout_overhead
 from tests.rollout.test_episodes import GOOD
 
-MOST_CALLS = 175
+MOST_CALLS = 164
 """Of Python and C functions, with the loop of asyncio and the ledger on disk; it does not depend on the machine."""
 BATCH = 64
 
