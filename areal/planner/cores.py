@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,8 +24,7 @@ class Cores:
         self._count, self._loop = count, asyncio.get_running_loop()
         self._used, self._speed = 0.0, 1.0
         self._since_s = self._worked_s = self._loop.time()
-        self._calls: dict[Callable[[], object], float] = {}
-        self._handles: dict[Callable[[], object], asyncio.TimerHandle] = {}
+        self._calls: dict[Callable[[], object], tuple[float, asyncio.TimerHandle]] = {}
 
     def time(self) -> float:
         return self._worked_s + (self._loop.time() - self._since_s) * self._speed
@@ -36,21 +36,19 @@ class Cores:
         self._worked_s, self._since_s = self.time(), self._loop.time()
         self._used += cores
         self._speed = speed(self._used, self._count)
-        for call, worked_s in self._calls.items():
+        for call, (worked_s, _) in list(self._calls.items()):
             self.call_at(worked_s, call)
 
     def call_at(self, worked_s: float, call: Callable[[], object]) -> None:
         """Call a function at a time of this clock, in place of the time given before."""
-        if call in self._handles:
-            self._handles[call].cancel()
-        self._calls[call] = worked_s
+        self.cancel(call)
         at_s = self._since_s + (worked_s - self._worked_s) / self._speed
-        self._handles[call] = self._loop.call_at(at_s, self._ring, call)
+        self._calls[call] = worked_s, self._loop.call_at(at_s, self._ring, call)
 
     def cancel(self, call: Callable[[], object]) -> None:
         """Do not call it."""
-        if self._calls.pop(call, None) is not None:
-            self._handles.pop(call).cancel()
+        if (planned := self._calls.pop(call, None)) is not None:
+            planned[1].cancel()
 
     def _ring(self, call: Callable[[], object]) -> None:
         self.cancel(call)
@@ -81,10 +79,10 @@ class WorkClock:
         speeds = [speed(each, cores) for each in np.cumsum(used).tolist()]
         self._worked = np.concatenate([[0.0], np.cumsum(np.diff(self._times) * speeds[:-1])])
 
-    def at(self, moment_s: float) -> float:
-        outside_s = min(0.0, moment_s - self._times[0]) + max(0.0, moment_s - self._times[-1])
-        return float(np.interp(moment_s, self._times, self._worked)) + outside_s
+    def at(self, moment_s: Any) -> Any:
+        """The time of this clock at a moment, or at those of an array."""
+        return np.interp(moment_s, self._times, self._worked) + moment_s - np.clip(moment_s, *self._times[[0, -1]])
 
     def speed(self, start_s: float, end_s: float) -> float:
         """The mean relative speed between two times."""
-        return (self.at(end_s) - self.at(start_s)) / (end_s - start_s)
+        return float((self.at(end_s) - self.at(start_s)) / (end_s - start_s))

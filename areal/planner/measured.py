@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -33,7 +33,7 @@ _FITS = 3  # Fits of decode steps: each weighs the loads by the speed that the f
 _ROUNDS = 30  # Iterations of the cores in use: they depend on the slowdown, which depends on them.
 
 
-def nonnegative_fit(columns: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
+def nonnegative_fit(columns: Any, wanted: Any) -> list[float]:
     """The coefficients, none negative, of the least squares fit of `wanted` by `columns`; at most four columns."""
     matrix, target = np.array(columns, float).T, np.array(wanted, float)
     best, least = np.zeros(len(columns)), float(target @ target)
@@ -126,29 +126,25 @@ class Episode:
 
 def traced_times(path: Path) -> tuple[dict[int, Episode], list[float]]:
     """Times of the episodes, and the seconds of the weight updates; empty without a trace."""
-    episodes: defaultdict[int, Episode] = defaultdict(Episode)
+    spans: defaultdict[int, defaultdict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
     updates: list[float] = []
     for event in read_spans(path):
-        if event["cat"] not in ("episode", "weight update"):
-            continue
-        start_s, size_s = event["ts"] / 1e6, event["args"]["us"] / 1e6
         if event["cat"] == "weight update":
-            updates.append(size_s)
-            continue
-        number = int(event["id"])
-        episode = episodes[number]
-        match event["name"]:
-            case "episode":
-                episodes[number] = replace(episode, start_s=start_s)
-            case "generate":
-                episodes[number] = replace(episode, generated_s=max(episode.generated_s, start_s + size_s))
-            case "reward":  # those of several answers run at the same time
-                episodes[number] = replace(episode, reward_s=max(episode.reward_s, size_s))
-            case name if name.startswith("tool "):
-                episodes[number] = replace(episode, tools_s=(*episode.tools_s, size_s))
-            case _:
-                pass
-    return {number: episode for number, episode in episodes.items() if episode.start_s}, updates
+            updates.append(event["args"]["us"] / 1e6)
+        elif event["cat"] == "episode":
+            kind = event["name"].partition(" ")[0]
+            spans[int(event["id"])][kind].append((event["ts"] / 1e6, event["args"]["us"] / 1e6))
+    episodes = {
+        number: Episode(
+            start_s=named["episode"][-1][0],
+            generated_s=max((start_s + size_s for start_s, size_s in named["generate"]), default=0.0),
+            reward_s=max((size_s for _, size_s in named["reward"]), default=0.0),  # they run at the same time
+            tools_s=tuple(size_s for _, size_s in named["tool"]),
+        )
+        for number, named in spans.items()
+        if named["episode"]
+    }
+    return episodes, updates
 
 
 def read_episodes(paths: RunPaths) -> tuple[list[Episode], dict[str, float], float]:
@@ -173,13 +169,10 @@ def read_episodes(paths: RunPaths) -> tuple[list[Episode], dict[str, float], flo
                 if kind == "accepted":
                     start_s = end_s - event["seconds"]
                 if num_batches >= WARMUP_STEPS:
-                    episode = traced.get(event["id"]) or Episode(start_s=start_s)
-                    servers = event.get("replicas", ())
-                    server, breaks = servers[0] if len(servers) == 1 else "", event.get("interruptions", 0)
-                    generated_s = episode.generated_s or end_s
-                    ended.append(
-                        (event, replace(episode, generated_s=generated_s, server=server, interruptions=breaks))
-                    )
+                    episode, servers = traced.get(event["id"]) or Episode(start_s=start_s), event.get("replicas", ())
+                    seen = {"generated_s": episode.generated_s or end_s, "interruptions": event.get("interruptions", 0)}
+                    seen["server"] = servers[0] if len(servers) == 1 else ""
+                    ended.append((event, replace(episode, **seen)))
                     if kind != "accepted":
                         lost[event["reason"].partition(":")[0] if kind == "rejected" else "failed"] += 1
     with PayloadReader(paths.ledger) as payloads:
@@ -259,9 +252,9 @@ def traced_answers(folder: Path) -> list[Served]:
             elif "tokens" in args and (start_s := started.pop(number, None)) is not None:
                 if args.get("scored") or number.startswith(PROBE_PREFIX):
                     continue
-                times = {"server": path.stem, "start_s": start_s, "end_s": (event["ts"] + args["us"]) / 1e6}
-                sizes = {"prompt": args["prompt"], "tokens": args["tokens"]}
-                answers.append(Served(**times, **sizes, queued_s=start_s - event["ts"] / 1e6))
+                times = {"start_s": start_s, "end_s": (event["ts"] + args["us"]) / 1e6}
+                times["queued_s"] = start_s - event["ts"] / 1e6
+                answers.append(Served(server=path.stem, prompt=args["prompt"], tokens=args["tokens"], **times))
     return answers
 
 
@@ -301,22 +294,25 @@ def queued_s(answers: Sequence[Served], max_running: float) -> float:
 
 def decode_times(answers: Sequence[Served]) -> list[float]:
     """Seconds of a decode step, of each sequence in it, and of each token of their contexts."""
-    servers = {served.server for served in answers if served.server} or {""}
-    fitted = [served for served in answers if served.is_exact and served.tokens and served.end_s > served.start_s]
-    fitted = [served for served in fitted if served.server in servers]
-    if len(fitted) < _MIN_ANSWERS:
-        text = f"the run has {len(fitted)} answers with their times: a plan needs {_MIN_ANSWERS} at least"
-        raise InputError(text, code="plan.too_few_steps")
+    servers = sorted({served.server for served in answers if served.server}) or [""]
     unknown = [served for served in answers if served.server not in servers]
-    loads = {
-        name: Load([served for served in answers if served.server == name], unknown, len(servers)) for name in servers
-    }
-    weights = np.sqrt([served.tokens for served in fitted])
-    each = weights * [(served.end_s - served.start_s) / served.tokens for served in fitted]
-    cost = [1.0, 0.0, 0.0]
+    groups = [[served for served in answers if served.server == name] for name in servers]
+
+    def times(group: Sequence[Served]) -> np.ndarray:
+        """Start, end and tokens of the answers that are fitted."""
+        exact = [served for served in group if served.is_exact and served.tokens and served.end_s > served.start_s]
+        return np.array([(served.start_s, served.end_s, served.tokens) for served in exact]).reshape(-1, 3).T
+
+    spans = [times(group) for group in groups]
+    start_s, end_s, tokens = np.concatenate(spans, axis=1)
+    if len(tokens) < _MIN_ANSWERS:
+        text = f"the run has {len(tokens)} answers with their times: a plan needs {_MIN_ANSWERS} at least"
+        raise InputError(text, code="plan.too_few_steps")
+    loads = [Load(group, unknown, len(servers)) for group in groups]
+    weights, cost = np.sqrt(tokens), [1.0, 0.0, 0.0]
     for _ in range(_FITS):
-        means = [loads[served.server].mean(served.start_s, served.end_s, cost) for served in fitted]
-        cost = nonnegative_fit((weights * np.array(means).T).tolist(), each.tolist())
+        means = [load.mean(span[0], span[1], cost) for load, span in zip(loads, spans, strict=True)]
+        cost = nonnegative_fit(weights * np.concatenate(means, axis=1), weights * (end_s - start_s) / tokens)
     return cost
 
 
@@ -326,29 +322,25 @@ class Load:
     def __init__(self, answers: Sequence[Served], unknown: Sequence[Served], num_servers: int) -> None:
         changes: list[tuple[float, float, float, float]] = []
         """The changes: time, and by how much the sequences, the growth of the contexts and the contexts change."""
-        for share, served in [
-            *((1.0, served) for served in answers),
-            *((1 / num_servers, served) for served in unknown),
-        ]:
+        shares = [1.0] * len(answers) + [1 / num_servers] * len(unknown)
+        for share, served in zip(shares, [*answers, *unknown], strict=True):
             growth = share * served.tokens / max(1e-9, served.end_s - served.start_s)
             changes.append((served.start_s, share, growth, share * served.prompt))
             changes.append((served.end_s, -share, -growth, -share * (served.prompt + served.tokens)))
-        self._times, sequences, growth, jumps = np.array(sorted(changes)).T
-        passed_s = np.diff(self._times, append=self._times[-1])
-        grown = np.cumsum(growth) * passed_s
-        contexts = np.cumsum(jumps) + np.cumsum(grown) - grown / 2
-        self._passed_s, self._loads = passed_s, np.array([np.ones_like(grown), np.cumsum(sequences), contexts])
-        """For each interval between two changes: seconds, and one, sequences and contexts in its middle."""
+        self._times, *each = np.array(sorted(changes)).T
+        sequences, growth, jumps = np.cumsum(each, axis=1)[:, :-1]
+        self._passed_s = np.diff(self._times)
+        grown = growth * self._passed_s
+        self._loads = np.array([np.ones_like(grown), sequences, jumps + np.cumsum(grown) - grown / 2])
+        """For each interval between two changes: one, and sequences and contexts in its middle."""
 
-    def mean(self, start_s: float, end_s: float, cost: Sequence[float]) -> list[float]:
-        """One, mean sequences and mean tokens of their contexts over decode steps, which take `cost` seconds for each
-        of these; with (1, 0, 0) over time. `start_s` is not before the first answer."""
-        first, last = np.searchsorted(self._times, [start_s, end_s], side="right") - 1
-        loads, passed_s = self._loads[:, first : last + 1], self._passed_s[first : last + 1].copy()
-        passed_s[-1] = end_s - self._times[last]
-        passed_s[0] -= start_s - self._times[first]
-        steps = passed_s / np.maximum(np.array(cost) @ loads, 1e-9)
-        return (loads @ steps / steps.sum()).tolist()
+    def mean(self, start_s: Any, end_s: Any, cost: Sequence[float]) -> np.ndarray:
+        """One, mean sequences and mean tokens of their contexts over the decode steps between two times, or between
+        those of arrays. A step takes `cost` seconds for each of the three; with (1, 0, 0) the means are over time."""
+        steps = self._passed_s / np.maximum(np.array(cost) @ self._loads, 1e-9)
+        until = np.cumsum(np.pad(steps * self._loads, ((0, 0), (1, 0))), axis=1)
+        sums = [np.interp(end_s, self._times, each) - np.interp(start_s, self._times, each) for each in until]
+        return np.array(sums) / sums[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -379,18 +371,16 @@ def shared_cores(
 
 def _cpu_s(rows: Sequence[Mapping[str, Any]], kind: str) -> float:
     """CPU seconds of the processes whose names begin so, between two steps. One that is started again counts from 0."""
-    names = {name for row in rows for name in row if name.startswith(f"cpu/{kind}")}
     used_s = 0.0
-    for name in names:
-        for last, value in pairwise(row[name] for row in rows if name in row):
-            used_s += value - last if value >= last else value
+    for name in {name for row in rows for name in row if name.startswith(f"cpu/{kind}")}:
+        values = np.array([row[name] for row in rows if name in row])
+        used_s += np.where(np.diff(values) < 0, values[1:], np.diff(values)).sum()
     return used_s
 
 
 def _work_s(spans: Sequence[Interval], rows: Sequence[Mapping[str, Any]], clock: WorkClock) -> float:
     """Seconds of work in spans, between the first and the last step."""
-    inside = [(max(start_s, rows[0]["time"]), min(end_s, rows[-1]["time"])) for start_s, end_s in spans]
-    return sum(clock.at(end_s) - clock.at(start_s) for start_s, end_s in inside if start_s < end_s)
+    return np.diff(clock.at(np.clip(spans, rows[0]["time"], rows[-1]["time"]))).sum()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

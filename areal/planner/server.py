@@ -37,8 +37,6 @@ _ENOUGH = 1e-4  # A sequence whose mark is this near has ended: the loop calls a
 class _Sequence:
     """One request."""
 
-    __slots__ = ("ended", "group", "length", "mark", "number", "out", "prior", "prompt", "request_id", "versions")
-
     def __init__(self, request: GenerationRequest, number: int, out: "asyncio.Queue[tuple[int, PartChunk]]") -> None:
         self.request_id = request.request_id
         self.group = request.group_id

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Self
 
 from areal.api.config import PPOConfig
@@ -130,19 +131,10 @@ class Workload:
         A recorded episode with another group size gives its lengths as often as needed.
         """
         rng = random.Random(seed * 1_000_003 + number)
-        if self.rule is not None:
-            lengths = [self.rule.draw(rng) for _ in range(self.answers)]
-        else:
-            lengths_of_episode = rng.choice(self.recorded)
-            lengths = (
-                list(lengths_of_episode)
-                if len(lengths_of_episode) == self.answers
-                else rng.choices(lengths_of_episode, k=self.answers)
-            )
-        draw, why = rng.random(), ""
-        for reason, share in self.rejected:
-            why = reason if 0 <= draw < share else why
-            draw -= share
+        drawn = [self.rule.draw(rng) for _ in range(self.answers)] if self.rule else rng.choice(self.recorded)
+        lengths = drawn if len(drawn) == self.answers else rng.choices(drawn, k=self.answers)
+        draw, until = rng.random(), accumulate(share for _, share in self.rejected)
+        why = next((reason for (reason, _), end in zip(self.rejected, until, strict=True) if draw < end), "")
         return [_parts(max(1, min(length, self.max_tokens)), self.turns) for length in lengths], why
 
     @property
