@@ -5,6 +5,8 @@ are written before they are read, so a chunk can read what another chunk writes 
 """
 
 from dataclasses import dataclass, field
+from functools import cache
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,16 +26,39 @@ _KEY_BLOCK = 512
 _EQUAL_KEYS = 192
 """MKL sums up to 256 keys in one order on processors of Intel, and up to 192 on those of AMD."""
 _QUERY_ROWS = 16
+Counts = TypeVar("Counts", int, np.ndarray)
 
 
-def padded_keys(count: int) -> int:
+@cache
+def decode_queries(size: int) -> int:
+    """What the number of query rows of a key head is a multiple of in a decode step on the CPU, for heads of this size:
+    the smallest with the bits of `_QUERY_ROWS`, in a trial. The product of each row with the keys takes time, also that
+    of a row that only pads."""
+    generator = torch.Generator().manual_seed(0)
+    rows, keys, values = torch.randn(3, 1, 2, 512, size, generator=generator)
+    for count in (4, 8):
+        sizes = (16, _EQUAL_KEYS, 512)
+        pairs = (
+            [
+                scaled_dot_product_attention(rows[:, :, :number], keys[:, :, :width], values[:, :, :width])
+                for number in (count, _QUERY_ROWS)
+            ]
+            for width in sizes
+        )
+        if all(few.equal(many[:, :, :count]) for few, many in pairs):
+            return count
+    return _QUERY_ROWS
+
+
+def padded_keys(count: Counts) -> Counts:
     """The number of keys for which a query that sees at most `count` gets the same bits as with more keys, on the CPU.
 
     Keys that it does not see count as zeros. Sums over a few of them (`_EQUAL_KEYS`), or over a whole block, are in the
     same order, those over other numbers are not; sums of a multiple of 16 have no rest that vector instructions do not
     cover.
     """
-    return count + -count % (_KEY_BLOCK if count % _KEY_BLOCK > _EQUAL_KEYS else 16)
+    step = 16 + (count % _KEY_BLOCK > _EQUAL_KEYS) * (_KEY_BLOCK - 16)
+    return count + -count % step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +301,7 @@ def _attend_decode(group: DecodeGroup, cache: LayerCache, rows: Tensor, rules: S
     queries = rows.reshape(keys.shape[0], keys.shape[1], -1, rows.shape[-1])
     count = queries.shape[2]
     if rules.is_plain and rows.device.type == "cpu":
-        queries = pad(queries, (0, 0, 0, -count % (_QUERY_ROWS // 2 if rows.shape[-1] <= 128 else _QUERY_ROWS)))
+        queries = pad(queries, (0, 0, 0, -count % decode_queries(rows.shape[-1])))
     result = rules.attend(queries, keys, values, group.mask(rules.window, rows.dtype))
     return result[:, :, :count].reshape(*rows.shape[:2], values.shape[-1])
 

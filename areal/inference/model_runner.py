@@ -489,22 +489,20 @@ class ModelRunner:
         """Split the decode rows into groups that fit into the group memory."""
         count = len(self._rows)
         lengths = self._rows.lengths.copy() if order is None else self._rows.lengths[order]
-        widths = [padded_keys(length) // BLOCK_SIZE for length in lengths.tolist()]
+        widths = padded_keys(lengths) // BLOCK_SIZE
         table = self._rows.inputs.blocks[:count]
         if order is not None:
             table = table[torch.from_numpy(order).to(self.device)]
-        if (lacking := max(widths) - table.shape[1]) > 0:  # the table has a power of two
+        if (lacking := int(widths.max()) - table.shape[1]) > 0:  # the table has a power of two
             table = pad(table, (0, lacking), value=self._spare_block)
         groups: list[DecodeGroup] = []
+        most = self._group_bytes // self._row_bytes
         start = 0
         while start < count:
-            end, width = start, 0
-            while end < count:
-                needed = max(width, widths[end])
-                if end > start and (end + 1 - start) * needed * self._row_bytes > self._group_bytes:
-                    break
-                end, width = end + 1, needed
-            groups.append(self._decode_group(start, table[start:end, :width], lengths[start:end]))
+            widest = np.maximum.accumulate(widths[start:])
+            size = max(1, int((widest * np.arange(1, len(widest) + 1) <= most).sum()))
+            end = start + size
+            groups.append(self._decode_group(start, table[start:end, : widest[size - 1]], lengths[start:end]))
             start = end
         return groups
 
