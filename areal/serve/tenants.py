@@ -121,6 +121,12 @@ class Model:
     def is_runnable(self) -> bool:
         return self.next_seq in self.operations
 
+    @property
+    def begins_to_export(self) -> bool:
+        """The next request is an export, and the one before is none."""
+        before = self.operations.get(self.next_seq - 1)
+        return self.operations[self.next_seq].kind == "export" and before is not None and before.kind != "export"
+
     def check_known(self, seq: int) -> None:
         """Forgotten for a request that a cut has dropped."""
         if seq < self.num_done and seq not in self.operations:
@@ -369,7 +375,9 @@ class Command:
 class Schedule:
     """Chooses what the trainer does next: the adapters take turns, each in the order of its request numbers.
 
-    While an adapter has requests, its turn lasts until an optimiser step: other tenants sample meanwhile.
+    While an adapter has requests, its turn lasts until an optimiser step: other tenants sample meanwhile. Otherwise an
+    export goes first, which takes little time: its tenant samples with the weights while others train. One that only
+    exports does not keep others from training, because the request before must be another one.
     """
 
     def __init__(self, tenants: Tenants, *, max_resident: int) -> None:
@@ -389,7 +397,13 @@ class Schedule:
         if not models:
             return None
         name, count = self._staying
-        model = min(models, key=lambda model: -1.0 if model.id == name and count < MAX_TURN else model.last_used)
+
+        def order(model: Model) -> tuple[int, float]:
+            if model.id == name and count < MAX_TURN:
+                return 0, model.last_used
+            return (1 if model.is_resident and model.begins_to_export else 2), model.last_used
+
+        model = min(models, key=order)
         command = self._of_operation(model, model.operations[model.next_seq])
         if model.is_resident or command.kind in ("skip", "clear") or model.problem:
             return command

@@ -182,6 +182,25 @@ async def test_a_turn_goes_on_until_an_optimiser_step_and_has_a_limit(tmp_path):
         assert (await trainer.all()).index("1loss4") == MAX_TURN
 
 
+async def test_an_export_goes_before_the_passes_of_others_but_not_one_after_another(tmp_path):
+    async with opened(tmp_path) as service:
+        models = [await model_of(service, number) for number in range(2)]
+        trainer = Trainer(service)
+        assert await trainer.all() == ["reset", "0create0", "1create0"]
+        for seq, model in enumerate([models[0], models[1], models[1]]):
+            await service.accept(model, max(seq, 1), "loss", {"forward_only": True}, b"a")
+        assert [await trainer.one(), await trainer.one()] == ["0loss1", "1loss1"]
+        await service.accept(models[0], 2, "step", {"settings": {}})
+        await service.accept(models[1], 3, "step", {"settings": {}})
+        for seq in (3, 4):
+            await service.accept(models[0], seq, "export", {"where": "sampler_weights", "name": f"w{seq}"})
+        for seq in (4, 5):
+            await service.accept(models[1], seq, "loss", {"forward_only": True}, b"a")
+        assert await trainer.all() == [
+            "1loss2", "1step3", "0step2", "0export3", "1loss4", "1loss5", "0export4",
+        ]  # fmt: skip
+
+
 async def test_a_request_that_ends_the_trainer_again_and_again_fails(tmp_path):
     async with opened(tmp_path) as service:
         model = await model_of(service)
