@@ -14,7 +14,7 @@ from areal.api.errors import ConfigError, LedgerError
 from areal.ledger import __main__ as ledger_command
 from areal.serve.journal import opened_journal, read_body, undisturbed
 from areal.serve.service import ADAPTER, STATE, snapshot_folder, weights_folder
-from areal.serve.tenants import TRAINING, Model, Tenants
+from areal.serve.tenants import TRAINING, Tenants
 from areal.system.durable import is_complete
 from areal.system.run_paths import existing_run
 
@@ -74,7 +74,9 @@ def _audited(folder: Path) -> tuple[dict[str, int], list[str]]:
             if seen[key] > 1:
                 violations.append(f"request {event['seq']} of {event['model']} has {seen[key]} records of its {kind}")
                 continue
-            if "is_read" not in event and is_forgotten(tenants.models[event["model"]], event["seq"]):
+            model, seq = tenants.models[event["model"]], event["seq"]
+            is_forgotten = model.forgotten.total() > 0 and seq < model.num_done and seq not in model.operations
+            if is_forgotten and "is_read" not in event:
                 violations.append(f"request {event['seq']} of {event['model']} has a {kind} again after a cut")
                 continue
             if kind == "result" and not seen["request", event["model"], event["seq"]]:
@@ -101,11 +103,6 @@ def _audited(folder: Path) -> tuple[dict[str, int], list[str]]:
     violations += wrong_weights(tenants, folder)
     names = ("requests", "computed", "failed", "waiting", "optimiser_steps")
     return {"models": len(tenants.models), **{name: counts[name] for name in names}}, violations
-
-
-def is_forgotten(model: Model, seq: int) -> bool:
-    """Whether a cut has dropped a request."""
-    return model.forgotten.total() > 0 and seq < model.num_done and seq not in model.operations
 
 
 def wrong_state(folder: Path, num_steps: int) -> str:

@@ -564,7 +564,8 @@ def make_app(gateway: Gateway, keys: Keys, *, token: str, host: Host) -> web.App
         try:
             return await handler(request)
         except ArealError as error:
-            answer = _json({"error": str(error), "code": error.code}, _status_of(error))
+            status = _STATUSES.get(error.code, 422) if isinstance(error, RequestError) else 503
+            answer = _json({"error": str(error), "code": error.code}, status)
             if answer.status == 429:
                 answer.headers["Retry-After"] = "1"
             return answer
@@ -577,7 +578,3 @@ def make_app(gateway: Gateway, keys: Keys, *, token: str, host: Host) -> web.App
     app = web.Application(middlewares=[check], client_max_size=MAX_BODY_BYTES)
     app.add_routes(gateway.routes())
     return app
-
-
-def _status_of(error: ArealError) -> int:
-    return _STATUSES.get(error.code, 422) if isinstance(error, RequestError) else 503

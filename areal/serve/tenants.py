@@ -376,8 +376,7 @@ class Schedule:
     """Chooses what the trainer does next: the adapters take turns, each in the order of its request numbers.
 
     While an adapter has requests, its turn lasts until an optimiser step: other tenants sample meanwhile. Otherwise an
-    export goes first, which takes little time: its tenant samples with the weights while others train. One that only
-    exports does not keep others from training, because the request before must be another one.
+    export behind another request goes first, which takes little time: its tenant samples while others train.
     """
 
     def __init__(self, tenants: Tenants, *, max_resident: int) -> None:

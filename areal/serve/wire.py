@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -370,7 +371,8 @@ def _widened(values: np.ndarray) -> np.ndarray:
 def encode_loss_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
     """A ForwardBackwardOutput. `logprobs`: of each datum, float32 in the shape of its target tokens."""
     message = new_message("ForwardBackwardOutput", loss_fn_output_type="ArrayRecord")
-    for trailing, group in _by_trailing_shape(logprobs):
+    for trailing, neighbours in groupby(logprobs, key=lambda values: values.shape[1:]):
+        group = list(neighbours)
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(group))
         tensor = record.fields.add(key="logprobs").value
         sizes = [4 * values.size for values in group]
@@ -381,16 +383,6 @@ def encode_loss_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, flo
     for key, value in metrics.items():
         message.metrics.add(key=key, value=value)
     return message.SerializeToString()
-
-
-def _by_trailing_shape(logprobs: Sequence[np.ndarray]) -> list[tuple[tuple[int, ...], list[np.ndarray]]]:
-    """Neighbours of one trailing shape, in the order of the datums."""
-    groups: list[tuple[tuple[int, ...], list[np.ndarray]]] = []
-    for values in logprobs:
-        if not groups or groups[-1][0] != values.shape[1:]:
-            groups.append((values.shape[1:], []))
-        groups[-1][1].append(values)
-    return groups
 
 
 Likeliest = Sequence[tuple[int, float]]
