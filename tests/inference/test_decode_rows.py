@@ -7,8 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from areal.inference import engine as sampler
+from areal.inference.attention import decode_queries, padded_keys
 from areal.inference.decode_rows import DecodeRows, SampledRows, _scramble
 from areal.inference.prefix_cache import BlockPool
 from areal.inference.scheduler import FinishReason, SamplingParams, Scheduler, Sequence, StepPlan
@@ -183,3 +185,24 @@ def test_restricted_rows_draw_what_a_sort_of_the_vocabulary_gives(scale, rounded
         for row, one in enumerate(sequences)
     ]
     assert [[token] for token in tokens] == alone
+
+
+@pytest.mark.parametrize("size", [16, 64, 128])
+@pytest.mark.parametrize("width", [48, 192, 512])
+def test_the_query_rows_of_a_decode_step_have_the_bits_of_those_of_a_chunk(size, width):
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(3, width, 2, 2 * size, generator=generator).transpose(1, 2)  # as a gathered group
+    keys, values = states[..., :size], states[..., size:]
+    mask = torch.zeros(3, 1, 1, width).index_fill_(3, torch.arange(width - 5, width), -torch.inf)
+    rows = torch.randn(3, 2, 3, size, generator=generator)
+    few, many = (
+        scaled_dot_product_attention(pad(rows, (0, 0, 0, -3 % count)), keys, values, attn_mask=mask)[:, :, :3]
+        for count in (decode_queries(size), 16)
+    )
+    assert few.equal(many)
+
+
+def test_padded_keys_of_an_array_are_those_of_its_items():
+    counts = np.arange(1, 1200)
+    assert padded_keys(counts).tolist() == [padded_keys(count) for count in counts.tolist()]
+    assert [padded_keys(count) for count in (1, 16, 17, 192, 193, 512, 513)] == [16, 16, 32, 192, 512, 512, 528]
