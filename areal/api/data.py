@@ -340,16 +340,23 @@ class WeightUpdate:
     published: str = ""
     """collective: name of the version with the checksum of all weights, when servers keep them for differences. Then
     one bucket names all weights; they are sent as the files of a `WeightImage`, unless there are `delta_bytes`."""
+    listed: str = ""
+    """collective: the `FolderList` of the version `published`, for hosts that make a folder of what they receive."""
     delta_bytes: dict[str, int] = field(default_factory=dict[str, int])
     """collective: `published` of an earlier version -> bytes of the difference to the next one, in order, the last to
     this one. They are sent instead of the weights."""
     ranks_per_replica: int = 1
-    """collective: ranks per replica, its tensor-parallel size."""
+    """collective: ranks per replica: its tensor-parallel size, or its hosts when these receive differences."""
 
     @property
     def is_folder(self) -> bool:
         """A replica can get these weights at any time, without the others and without a call of the trainer."""
         return self.kind != "collective"
+
+    @property
+    def fills_served_weights(self) -> bool:
+        """A server without a second copy receives these weights into those that it serves, in a pause."""
+        return self.kind == "collective" and not self.published
 
     @property
     def world_size(self) -> int:

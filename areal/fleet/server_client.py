@@ -288,7 +288,9 @@ class HttpReplica(Replica):
         self._group_name = ""
         """The update group that the server has joined; empty without one."""
         self._pulled = ("", "")
-        """Address of the last http update, and the folder of its copy on the server's machine."""
+        """Address or name of the version that was copied or received last, and its folder on the server's machine."""
+        self._receiving: asyncio.Future[None] | None = None
+        """The last call by which the host of a foreign server takes part in a broadcast."""
 
     @property
     def has_second_copy(self) -> bool:
@@ -298,19 +300,37 @@ class HttpReplica(Replica):
         """See `areal.fleet.replica.Replica`."""
         if update.kind == "http":
             await self._pull_weights(update)
+        elif update.published:
+            await self._receive_by_host(update, rank)
 
     async def _pull_weights(self, update: WeightUpdate) -> None:
         """The native server, or the host of a foreign one, copies the folder."""
         body = {"url": update.path, "mirrors": update.mirrors, "deltas": update.deltas}
+        await self._get_folder(update, "/pull_weights", body)
+
+    async def _receive_by_host(self, update: WeightUpdate, rank: int) -> None:
+        """The host of a foreign server takes part in the broadcast, until `abandon_update`."""
+        fields = {"published": update.published, "listed": update.listed, "delta_bytes": update.delta_bytes}
+        receiving = self._get_folder(update, "/receive_weights", group_body(update, rank) | fields)
+        self._receiving = task = asyncio.ensure_future(receiving)
         try:
-            answer = await self._client.post("/pull_weights", body)
+            await asyncio.wait([task])
+        finally:
+            task.cancel()  # the host leaves the group when its client leaves
+        if task.cancelled():
+            raise ServerUnavailable(f"{self.name} has left the update group", code="fleet.update_failed")
+        await task
+
+    async def _get_folder(self, update: WeightUpdate, route: str, body: dict[str, Any]) -> None:
+        try:
+            answer = await self._client.post(route, body)
         except RequestError as error:
             self.failed_deltas += error.code == "weights.bad_delta"
             raise
         path, problem, num_bytes = self._client.parsed(
             answer, lambda fields: (str(fields["path"]), str(fields["problem"]), int(fields["num_bytes"]))
         )
-        self._pulled = (update.path, path)
+        self._pulled = (update.path or update.published, path)
         self.pulled_bytes += num_bytes
         if problem:
             self.failed_deltas += 1
@@ -318,12 +338,18 @@ class HttpReplica(Replica):
             log.warning(text, self.name, update.version, problem)
 
     async def _folder_of(self, update: WeightUpdate) -> str:
-        """The folder from which the server loads an update of kind disk, adapter or http."""
-        if update.kind != "http":
-            return update.path
-        if self._pulled[0] != update.path:
+        """The folder from which the server loads an update; empty when it takes part in the broadcast itself."""
+        if update.kind == "http" and self._pulled[0] != update.path:
             await self._pull_weights(update)
-        return self._pulled[1]
+        if update.published and self._pulled[0] != update.published:
+            text = f"{self.name} was connected again after the broadcast of version {update.version}"
+            raise ServerUnavailable(text, code="fleet.replica_lost")
+        return self._pulled[1] if update.kind == "http" or update.published else update.path
+
+    async def abandon_update(self) -> None:
+        """See `areal.fleet.replica.Replica`."""
+        if self._receiving is not None:
+            self._receiving.cancel()
 
     async def abort(self, request_id: str) -> None:
         """A client that takes no groups has nothing to do: the caller ends the only request of its call."""

@@ -26,7 +26,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +42,7 @@ from areal.api.config.load import load_experiment
 from areal.api.config.redaction import public_command
 from areal.api.errors import ArealError, ConfigError, LaunchError, RequestError, WeightSyncError
 from areal.api.registry import entries
+from areal.fleet.broadcasts import Broadcast, BroadcastReceiver
 from areal.fleet.replica import AnswerForm, ReplicaFactory, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_backend import backend_named, replica_factory
 from areal.observe.log import HttpLogger, configure_logging, get_logger
@@ -275,11 +276,18 @@ _NOT_PASSED_ON = _HOP_BY_HOP | {"host", "authorization", "content-length"}
 
 @asynccontextmanager
 async def gateway(
-    host: Host, token: str, server: str, parts: Callable[[], list[str]] = list[str]
+    host: Host,
+    token: str,
+    server: str,
+    parts: Callable[[], list[str]] = list[str],
+    *,
+    part: int = 0,
+    receive_limit_s: float = 0.0,
 ) -> AsyncIterator[str]:
     """Serve on `host` while the block runs; yields the address. Other requests with `token` go to `server`, an address.
 
-    `parts` returns the gateways of the other parts of a server over several machines; it may block.
+    `parts` returns the gateways of the other parts of a server over several machines; it may block. `part`: the number
+    of this one. `receive_limit_s`: time limit of a wait in a broadcast of the trainer; 0: there is none to receive.
 
     An answer is passed on while it arrives. When the client leaves, the request to the server is aborted; when the
     server breaks off an answer, so does the gateway.
@@ -289,7 +297,11 @@ async def gateway(
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as session:
         app = web.Application(middlewares=[guarded(RequestGuard(token, host), _error)], client_max_size=0)
         puller = FolderPuller(token)
-        app.router.add_post("/pull_weights", _pulls(puller, session, token, parts))
+        app.router.add_post("/pull_weights", _takes(_pulling(puller), session, token, parts))
+        receiver = BroadcastReceiver(puller, token, part=part, limit_s=receive_limit_s)
+        if receive_limit_s:
+            await receiver.start()
+            app.router.add_post("/receive_weights", _takes(_receiving(receiver), session, token, parts))
         app.add_routes(folder_routes(puller.offered, PULLED_WEIGHTS, _error))
         app.router.add_route("*", "/{path:.*}", _passes_on(session, server))
         http_log = HttpLogger()
@@ -301,6 +313,7 @@ async def gateway(
             yield http_address(bound, host.advertise)
         finally:
             await runner.cleanup()
+            await receiver.end()
             puller.close()
             http_log.close()
 
@@ -309,28 +322,43 @@ def _error(status: int, message: str, code: str) -> web.Response:
     return web.json_response({"error": {"message": message, "code": code}}, status=status)
 
 
-def _pulls(puller: FolderPuller, session: aiohttp.ClientSession, token: str, parts: Callable[[], list[str]]) -> Handler:
+_Take = Callable[[dict[str, Any]], Awaitable[Pulled]]
+"""Get the weights that the body of a request names. KeyError, TypeError, ValueError or AttributeError for others."""
+
+
+def _pulling(puller: FolderPuller) -> _Take:
+    async def pull(body: dict[str, Any]) -> Pulled:
+        url, mirrors = str(body["url"]), [str(mirror) for mirror in body.get("mirrors", ())]
+        deltas = {str(base): str(delta) for base, delta in body.get("deltas", {}).items()}
+        return await asyncio.wrap_future(in_daemon_thread(lambda: puller.pull(url, mirrors, deltas), "pull weights"))
+
+    return pull
+
+
+def _receiving(receiver: BroadcastReceiver) -> _Take:
+    async def receive(body: dict[str, Any]) -> Pulled:
+        return await receiver.receive(Broadcast.parse(body, receiver.part))
+
+    return receive
+
+
+def _takes(take: _Take, session: aiohttp.ClientSession, token: str, parts: Callable[[], list[str]]) -> Handler:
+    """The route by which all parts of a server get weights."""
     headers = {"Authorization": f"Bearer {token}"}
 
-    async def pull_by(part: str, body: dict[str, Any]) -> Pulled:
-        async with session.post(f"{part}/pull_weights", json=body, headers=headers) as answer:
+    async def take_by(address: str, body: dict[str, Any]) -> Pulled:
+        async with session.post(address, json=body, headers=headers) as answer:
             fields = await answer.json()
             if answer.status == 200:
                 return Pulled(Path(fields["path"]), str(fields["problem"]), int(fields["num_bytes"]))
             kind = RequestError if answer.status == 400 else WeightSyncError
             raise kind(fields["error"]["message"], code=fields["error"]["code"])
 
-    async def pull(request: web.Request) -> web.StreamResponse:
+    async def take_all(request: web.Request) -> web.StreamResponse:
         try:
             body = json.loads(await read_body(request))
-            body = {
-                "url": str(body["url"]),
-                "mirrors": [str(mirror) for mirror in body.get("mirrors", ())],
-                "deltas": {str(base): str(url) for base, url in body.get("deltas", {}).items()},
-            }
             others = await asyncio.to_thread(parts)
-            pulling = asyncio.wrap_future(in_daemon_thread(lambda: puller.pull(**body), "pull weights"))
-            pulled_parts = await asyncio.gather(pulling, *(pull_by(part, body) for part in others))
+            pulled_parts = await asyncio.gather(take(body), *(take_by(part + request.path, body) for part in others))
             path, *different = dict.fromkeys(str(pulled.path) for pulled in pulled_parts)
             if different:
                 both = f"{path} and {', '.join(different)}"
@@ -341,12 +369,12 @@ def _pulls(puller: FolderPuller, session: aiohttp.ClientSession, token: str, par
         except ArealError as error:
             return _error(400 if isinstance(error, RequestError) else 500, str(error), error.code)
         except (ValueError, KeyError, TypeError, AttributeError):
-            return _error(400, "the body is not an object with a field url", "weights.invalid_request")
+            return _error(400, "the body is not an object with the fields of this route", "weights.invalid_request")
         problem = next((pulled.problem for pulled in pulled_parts if pulled.problem), "")
         num_bytes = sum(pulled.num_bytes for pulled in pulled_parts)
         return web.json_response({"path": path, "problem": problem, "num_bytes": num_bytes})
 
-    return pull
+    return take_all
 
 
 def _passes_on(session: aiohttp.ClientSession, server: str) -> Handler:
@@ -412,8 +440,10 @@ class HostOptions:
     num_parts: int = 1
     ready_limit_s: float = LauncherConfig().ready_timeout_s
     """Time limit for the other parts to find part 0."""
-    pulls_weights: bool = False
-    """The host copies the weights of each version, so the server has a gateway on loopback too."""
+    gets_weights: bool = False
+    """The host copies or receives the weights of each version, so the server has a gateway on loopback too."""
+    receives: bool = False
+    """It receives them, in a broadcast."""
 
 
 def parse_options(argv: Sequence[str]) -> HostOptions:
@@ -436,14 +466,15 @@ def parse_options(argv: Sequence[str]) -> HostOptions:
     registry = None
     launcher, rollout = LauncherConfig(), InferenceEngineConfig()
     section: tuple[str, ...] = ()
-    pulls_weights = False
+    gets_weights = receives = False
     if args.config:
         config = load_experiment(["--config", args.config], allow_unknown_top_level=True)
         if not isinstance(config, PPOConfig):
             raise ConfigError(f"{args.config} configures a training without servers", code="fleet.host_command")
         launcher, rollout = config.launcher, config.rollout
         section = tuple(backend_named(args.backend).given(config))
-        pulls_weights = config.actor.pulls_weights
+        receives = config.actor.weight_update_mode == "delta_xccl"
+        gets_weights = receives or config.actor.pulls_weights
         if context is not None:
             registry = registry_of(config)
     return HostOptions(
@@ -460,7 +491,8 @@ def parse_options(argv: Sequence[str]) -> HostOptions:
         part=context.part if context else 0,
         num_parts=context.num_parts if context else 1,
         ready_limit_s=launcher.ready_timeout_s,
-        pulls_weights=pulls_weights,
+        gets_weights=gets_weights,
+        receives=receives,
     )
 
 
@@ -605,11 +637,13 @@ class ServerHost:
         async with contextlib.AsyncExitStack() as stack:
             may_join = partial(is_part, *known, options.num_parts, options.host)
             await stack.enter_async_context(meeting_point(self._meeting, may_join))
-            if options.pulls_weights or not (options.part or is_loopback(options.host.bind)):
+            if options.gets_weights or not (options.part or is_loopback(options.host.bind)):
                 num_parts = 1 if options.part else options.num_parts  # part 0 lets the others copy weights
                 parts = partial(gateways_of_parts, *known, num_parts, options.ready_limit_s)
                 token = required_token("the gateway of a server")
-                address = await stack.enter_async_context(gateway(options.host, token, self._address, parts))
+                limit_s = options.update_limit_s if options.receives else 0.0
+                served = gateway(options.host, token, self._address, parts, part=options.part, receive_limit_s=limit_s)
+                address = await stack.enter_async_context(served)
             await self._watch(process, address)
 
     async def _watch(self, process: asyncio.subprocess.Process, address: str) -> None:

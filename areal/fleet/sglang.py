@@ -436,10 +436,10 @@ class SGLangReplica(HttpReplica):
         self._is_updating = True
         self._num_updates += 1
         try:
-            if update.is_folder:
-                await self._load_folder(update, facts, keep_cache=mode == "in_place")
-            else:
+            if update.fills_served_weights:
                 await self._receive(update, facts, rank, keep_cache=mode == "in_place")
+            else:
+                await self._load_folder(update, facts, keep_cache=mode == "in_place")
         finally:
             self._is_updating = False
         self._version = update.version
@@ -496,6 +496,7 @@ class SGLangReplica(HttpReplica):
     async def abandon_update(self) -> None:
         """Leave the group. A server that waits for a bucket reads this only after its wait: it ends with the trainer's
         connection, or with torch's time limit."""
+        await super().abandon_update()
         if self._group_name:  # a pending join ends with the trainer's store
             group_name, self._group_name = self._group_name, ""
             path, body = "/destroy_weights_update_group", {"group_name": group_name}

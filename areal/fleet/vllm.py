@@ -309,12 +309,12 @@ class VLLMReplica(HttpReplica):
             return await self._adapters.drop_unused()
         self._is_updating = True
         try:
-            folder = await self._folder_of(update) if update.is_folder else ""
+            folder = await self._folder_of(update)
             if update.kind == "disk":
                 state = await self._worker_state()
                 if problem := await asyncio.to_thread(folder_problem, Path(folder), Path(state.first_folder)):
                     raise RequestError(f"{self.name} cannot load these weights: {problem}", code="weights.bad_folder")
-            elif update.kind == "collective" and self._group_name != update.group_name:
+            elif not folder and self._group_name != update.group_name:
                 self._group_name = ""
                 await self._call_workers("areal_join", {**group_body(update, rank), "timeout_s": BUCKET_TIMEOUT_S})
                 self._group_name = update.group_name
@@ -357,6 +357,7 @@ class VLLMReplica(HttpReplica):
         """A server that waits for a bucket reads no call: its wait ends with the trainer's connection, or after
         BUCKET_TIMEOUT_S. The next update joins again."""
         self._group_name = ""
+        await super().abandon_update()
 
     async def info(self) -> ReplicaInfo:
         """Only the HTTP process answers during a weight update."""

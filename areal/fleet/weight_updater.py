@@ -628,7 +628,8 @@ class WeightUpdater:
         """The part of an update during which replicas generate. Returns those that are ready, and the errors of the
         others, which keep their weights. Nothing happens here for a collective with a replica that has no second copy:
         it receives in the pause, and all members of a group receive at the same time."""
-        if update.kind == "collective" and any(s.replica and not s.replica.has_second_copy for s in members):
+        is_direct = update.kind == "collective" and not update.published
+        if is_direct and any(s.replica and not s.replica.has_second_copy for s in members):
             return members, []
 
         async def prepare(slot: Slot, rank: int) -> None:
@@ -657,7 +658,7 @@ class WeightUpdater:
             async with self._replicas.lateness.timeout(self._config.weight_update_timeout_s):
                 await replica.update_weights(update, rank=rank, mode=mode)
         except RequestError as error:
-            if update.kind == "collective" and not replica.has_second_copy:
+            if update.fills_served_weights and not replica.has_second_copy:
                 await self._failed_midway(slot, replica, str(error))
             elif slot.replica is replica:  # a folder is checked before the first copy
                 self._replicas.apply(slot, Event.UPDATE_REFUSED, str(error))

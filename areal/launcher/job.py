@@ -64,6 +64,9 @@ def weight_path(config: PPOConfig, placed: Placement, *, is_attached: bool, nccl
         return WeightPath(transport="disk", reason="the servers get adapters alone, see actor.adapter_update_mode")
     if mode in ("disk", "http"):
         return WeightPath(transport=mode, reason=f"actor.weight_update_mode={option}")
+    is_native = config.server_backend == "native"
+    if config.actor.sends_deltas and not is_native:
+        return WeightPath(transport="gloo", reason=f"actor.weight_update_mode={option}, to the hosts of the servers")
     trainer_gpu = bool(placed.trainers and placed.trainers[0].gpus)
     servers_gpu = bool(placed.servers and placed.servers[0][0].gpus)
     both: Literal["nccl", "gloo"] = "nccl" if trainer_gpu else "gloo"
@@ -71,7 +74,6 @@ def weight_path(config: PPOConfig, placed: Placement, *, is_attached: bool, nccl
         if mode == "auto":
             return WeightPath(transport="disk", reason="devices and libraries of attached servers are not known")
         return WeightPath(transport=both, reason=f"actor.weight_update_mode={option}")
-    is_native = config.server_backend == "native"
     problem, reason = "", "trainers and servers run on the CPU"
     if trainer_gpu != servers_gpu:
         problem = "only the servers have GPUs" if servers_gpu else "only the trainers have GPUs"
@@ -271,7 +273,7 @@ def make_plan(
             host=chosen.machine.host,
             weight_transport="disk" if path is None else path.transport,
             part=part,
-            num_parts=placed.num_parts if role == "server" else 1,
+            num_parts=placed.num_parts,
         )
         processes.append(_planned(context, config, paths, script=script, place=chosen, trainers=trainers))
     return LaunchPlan(
@@ -469,7 +471,8 @@ def _argv(
 
 def _part_words(context: ProcessContext, backend: ServerBackend | None) -> tuple[str, ...]:
     """The flags by which the parts of a server over several machines find each other."""
-    words = None if backend is None or context.num_parts == 1 else backend.part_words
+    is_part = context.role == "server" and context.num_parts > 1
+    words = backend.part_words if is_part and backend is not None else None
     return () if words is None else words(context.part, context.num_parts)
 
 

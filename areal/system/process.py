@@ -96,6 +96,7 @@ class ProcessContext:
     part: int = 0
     """The part of a server over several machines that this is. Part 0 serves the requests."""
     num_parts: int = 1
+    """Machines of each server of the run."""
 
     @property
     def name(self) -> str:

@@ -608,8 +608,11 @@ def build_weight_channel(
             return kind(engine, ranks, client, host=context.host, model_folder=model)
         kind = DiskDeltaChannel if config.actor.sends_deltas else DiskChannel
         return kind(engine, ranks, client, RunPaths.of(config).weights, model_folder=model)
-    servers = config.allocation.inference
-    kind = DeltaCollectiveChannel if config.actor.sends_deltas else CollectiveChannel
+    servers, kind = config.allocation.inference, CollectiveChannel
+    ranks_per_replica = servers.instance_size if servers else 1
+    if config.actor.sends_deltas:
+        kind = DeltaCollectiveChannel
+        ranks_per_replica = ranks_per_replica if config.server_backend == "native" else context.num_parts
     return kind(
         engine,
         ranks,
@@ -618,7 +621,7 @@ def build_weight_channel(
         backend=context.weight_transport,
         host=context.host,
         may_join=partial(has_server, registry_of(config)),
-        ranks_per_replica=servers.instance_size if servers else 1,
+        ranks_per_replica=ranks_per_replica,
     )
 
 

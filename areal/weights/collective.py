@@ -313,6 +313,8 @@ class DeltaCollectiveChannel(CollectiveChannel):
     """On rank 0 the weights that were taken last."""
     _last: tuple[int, str] = (-1, "")
     """Their version, and its name with the checksum."""
+    _listed = ""
+    """The list of its files."""
     _deltas: Mapping[str, NDArray[np.uint8]] = MappingProxyType({})
     """Name of a version -> the difference to the next one, the last to `_image`."""
     _held: Mapping[str, str] = MappingProxyType({})
@@ -337,7 +339,7 @@ class DeltaCollectiveChannel(CollectiveChannel):
         self._held = {replica: base for replica, base in self._held.items() if replica not in replicas}
         update = super()._update_of(version, replicas, weights)
         sizes = {base: len(delta) for base, delta in self._chain.items()}
-        return replace(update, published=self._last[1], delta_bytes=sizes)
+        return replace(update, published=self._last[1], listed=self._listed, delta_bytes=sizes)
 
     def _take(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> None:
         (last, base), image, self._image = self._last, self._image, None
@@ -345,13 +347,14 @@ class DeltaCollectiveChannel(CollectiveChannel):
         image = image or WeightImage(self._plan[0], {})
         packed = BytesIO()
         pack(packed, image.take(weights, compare=compares))
-        name = image.seal().name(str(version))
+        listed = image.seal()
+        name = listed.name(str(version))
         if name != base:
             deltas = {**self._deltas, base: np.frombuffer(packed.getbuffer(), np.uint8)} if compares else {}
             while len(deltas) > 1 and sum(map(len, deltas.values())) > _KEPT_SHARE * image.num_bytes:
                 del deltas[next(iter(deltas))]
             self._deltas = {} if sum(map(len, deltas.values())) >= image.num_bytes else deltas
-        self._image, self._last = image, (version, name)
+        self._image, self._last, self._listed = image, (version, name), listed.to_bytes().decode()
 
     def _broadcast(
         self, group: UpdateGroup, weights: Iterator[tuple[str, Tensor]], give_up: Callable[[], bool]

@@ -102,8 +102,8 @@ class WeightImage:
 
     @property
     def contents(self) -> Mapping[str, NDArray[np.uint8]]:
-        """The files by name, in an order that depends on the weights alone."""
-        return self._files
+        """The files, in the order of their names."""
+        return dict(sorted(self._files.items()))
 
     @property
     def num_bytes(self) -> int:

@@ -1,13 +1,15 @@
 """A trainer that publishes differences, or a server that takes them, as a process which ends at a chosen operation.
 
 `python -m tests.faults.delta_process trainer|server KIND SEED` prints "ready" and answers each line of JSON with one.
-KIND: http, disk, collective, http-memory or disk-memory, where a server keeps what differences make in memory, as a
-native one does. "kill_at": the number of the operation, from the start of the command on, at which the process kills
-itself: on files or sockets, and with `collective` a call of a function of areal.
+KIND: http, disk, http-memory or disk-memory, where a server keeps what differences make in memory, as a native one
+does; collective, or hosted, where the host of a foreign server receives. "kill_at": the number of the operation, from
+the start of the command on, at which the process kills itself: on files or sockets, and with a broadcast a call of a
+function of areal.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -25,6 +27,8 @@ from torch import Tensor, nn
 
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import ArealError, RequestError, WeightSyncError
+from areal.fleet.broadcasts import Broadcast, BroadcastReceiver
+from areal.fleet.server_client import group_body
 from areal.inference.weight_update import ServedWeights
 from areal.system import folders
 from areal.system.folders import FolderPuller
@@ -35,6 +39,7 @@ from areal.weights.weight_files import WeightsChecksum
 from tests.fake_ranks import FakeRanks
 
 LIMIT_S = 60.0
+BROADCAST = ("collective", "hosted")
 COUNTED = ("open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir", "socket.connect")
 
 
@@ -132,7 +137,7 @@ class Noted:
 
 
 def train(kind: str, seed: int) -> None:
-    model, control, operations = Model(seed), Noted(), Operations(calls=kind == "collective")
+    model, control, operations = Model(seed), Noted(), Operations(calls=kind in BROADCAST)
     common: tuple[Any, ...] = (model, FakeRanks(), control)
     if kind.startswith("http"):
         channel: Any = HttpDeltaChannel(*common, host=Host())
@@ -176,6 +181,28 @@ def receive(seed: int) -> None:
         print(json.dumps({**answer, "num_operations": operations.count}), flush=True)  # noqa: T201
 
 
+async def host(seed: int) -> None:
+    """The host of a foreign server, and what the server does with the folder."""
+    model, operations, token = Model(seed), Operations(calls=True), os.environ[TOKEN_VARIABLE]
+    served, receiver = ServedWeights(model), BroadcastReceiver(FolderPuller(token, {}), token, part=0, limit_s=LIMIT_S)
+    await receiver.start()
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        command = json.loads(line)
+        update, rank = TypeAdapter(WeightUpdate).validate_python(command["update"]), command["rank"]
+        fields = {"published": update.published, "listed": update.listed, "delta_bytes": update.delta_bytes}
+        operations.start(command["kill_at"])
+        answer: dict[str, Any] = {}
+        try:
+            pulled = await receiver.receive(Broadcast.parse(group_body(update, rank) | fields, receiver.part))
+            served.receive_folder(pulled.path)
+            served.check_complete("")
+            served.install()
+            answer = {"checksum": model.checksum()}
+        except ArealError as error:
+            answer = {"error": error.code, "message": str(error)}
+        print(json.dumps({**answer, "num_operations": operations.count}), flush=True)  # noqa: T201
+
+
 def serve(seed: int, *, in_memory: bool) -> None:
     model, operations, copied = Model(seed), Operations(), list[int]()
     served, puller = ServedWeights(model), FolderPuller(os.environ[TOKEN_VARIABLE], {}, in_memory=in_memory)
@@ -215,5 +242,7 @@ if __name__ == "__main__":
         train(kind, int(seed))
     elif kind == "collective":
         receive(int(seed))
+    elif kind == "hosted":
+        asyncio.run(host(int(seed)))
     else:
         serve(int(seed), in_memory=kind.endswith("memory"))

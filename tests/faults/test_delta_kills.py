@@ -97,11 +97,6 @@ class Process:
 
 
 @pytest.fixture
-def kind() -> str:
-    return "collective"
-
-
-@pytest.fixture
 def processes(tmp_path: Path, kind: str) -> Iterator[list[Process]]:
     """The trainer, then servers."""
     made = [Process("trainer", tmp_path / "trainer", kind), Process("server", tmp_path / "server-0", kind)]
@@ -199,10 +194,10 @@ class Broadcasts:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_after_60_broadcast_updates_and_12_kills_all_checksums_are_equal(
-    processes: list[Process], tmp_path: Path, kind: str
+@pytest.mark.parametrize(("kind", "num_updates", "num_kills"), [("collective", 60, 12), ("hosted", 20, 4)])
+def test_after_broadcast_updates_and_kills_all_checksums_are_equal(
+    processes: list[Process], tmp_path: Path, kind: str, num_updates: int, num_kills: int
 ) -> None:
-    num_updates, num_kills = 60, 12
     rng, model, fleet = random.Random(SEED), Model(SEED), Broadcasts(processes)
     struck = {version: rng.randrange(3) for version in rng.sample(range(3, num_updates + 1), num_kills)}
     small = 0

@@ -305,6 +305,9 @@ def parted(tmp_path, allocation="sglang:d1t8+fsdp:d4", **changes):
 )
 def test_a_server_over_two_machines_has_a_part_on_each(tmp_path, backend, words):
     plan = parted(tmp_path, f"{backend}:d1t8+fsdp:d4")
+    for one in plan.processes:
+        assert ProcessContext.from_env(one.env).num_parts == 2
+        assert one.role == "server" or "--nnodes=2" not in one.argv
     parts = [process for process in plan.processes if process.role == "server"]
     assert [(one.name, one.index, one.part) for one in parts] == [("server-0", 0, 0), ("server-0-part-1", 0, 1)]
     assert [one.host.node for one in parts] == ["node1", "node2"]

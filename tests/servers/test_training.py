@@ -146,8 +146,8 @@ def test_weights_over_the_collective(backend: Backend, warm_up: Path) -> None:
     check_to_the_end(run)
 
 
-@pytest.mark.parametrize("mode", ["disk", "delta_disk"])
-def test_weights_over_disk_with_the_server_killed_on_the_way(backend: Backend, warm_up: Path, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["disk", "delta_disk", "delta_xccl"])
+def test_weights_reach_a_server_that_is_killed_on_the_way(backend: Backend, warm_up: Path, mode: str) -> None:
     """kill -9 of the foreign server, not of its host: the launcher starts it again, it loads the current version."""
     run = launch(backend, warm_up, f"actor.weight_update_mode={mode}")
     run.wait_for_steps(6)

@@ -86,12 +86,21 @@ def test_an_empty_answer_is_an_answer():
     assert channel.published == []
 
 
-@pytest.mark.parametrize(("mode", "ranks"), [("native:d2+fsdp:d1", 1), ("vllm:d2t4+fsdp:d1", 4)])
-def test_every_rank_of_a_server_has_its_place_in_the_update_group(monkeypatch, mode, ranks):
+@pytest.mark.parametrize(
+    ("mode", "update_mode", "ranks"),
+    [
+        ("native:d2+fsdp:d1", "xccl", 1),
+        ("vllm:d2t4+fsdp:d1", "xccl", 4),
+        ("native:d2+fsdp:d1", "delta_xccl", 1),
+        ("vllm:d2t4+fsdp:d1", "delta_xccl", 2),
+    ],
+)
+def test_every_rank_or_host_of_a_server_has_its_place_in_the_update_group(monkeypatch, mode, update_mode, ranks):
     asked = {}
-    monkeypatch.setattr(ppo_loop, "CollectiveChannel", lambda *_, **options: asked.update(options))
+    for kind in ("CollectiveChannel", "DeltaCollectiveChannel"):
+        monkeypatch.setattr(ppo_loop, kind, lambda *_, **options: asked.update(options))
     config = replace(GRPOConfig(), allocation_mode=mode)
-    config = replace(config, actor=replace(config.actor, weight_update_mode="xccl"))
-    context = a_context(device="cuda:0", weight_transport="gloo")
+    config = replace(config, actor=replace(config.actor, weight_update_mode=update_mode))
+    context = a_context(device="cuda:0", weight_transport="gloo", num_parts=2)
     ppo_loop.build_weight_channel(config, Engine(), FakeRanks(), None, context)
     assert (asked["ranks_per_replica"], asked["backend"]) == (ranks, "gloo")

@@ -748,10 +748,10 @@ class PPOConfig(BaseExperimentConfig):
             as_many = dataclasses.replace(servers, parallel=dataclasses.replace(servers.parallel, dp=len(addresses)))
             text = f"{len(addresses)} addresses for {servers.num_replicas} servers: write {as_many} in allocation_mode="
             yield "rollout.server_addrs", f"{text}{self.allocation_mode}, or change the addresses"
-        mode, backend, other = self.actor.weight_update_mode, self.server_backend, "disk" if addresses else "delta_disk"
-        if backend not in ("", "native") and (mode == "delta_xccl" or (addresses and self.actor.pulls_weights)):
-            needed = "native servers" if mode == "delta_xccl" else "areal's host process, which attached servers lack"
-            yield "actor.weight_update_mode", f"{mode} needs {needed}, and these are of {backend}: use {other}"
+        mode, backend, actor = self.actor.weight_update_mode, self.server_backend, self.actor
+        if addresses and backend not in ("", "native") and (actor.pulls_weights or actor.sends_deltas):
+            text = f"{mode} needs areal's host process, which attached {backend} servers lack: use disk"
+            yield "actor.weight_update_mode", text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,88 @@
+"""A process that receives files over an update group for the host of a foreign server, which does not import torch.
+
+`python -m areal.weights.receiver` answers each line of JSON on standard input, the fields of `Receiver.receive`, with
+one: empty, or with an error and its code. A wait is ended by ending the process.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from areal.api.errors import ArealError, WeightSyncError
+from areal.system.process import run_main
+from areal.weights.update_group import PART_BYTES, UpdateGroup, check_trainer, open_store
+
+
+class Receiver:
+    """One rank of an update group."""
+
+    _group: UpdateGroup | None = None
+
+    def receive(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        timeout_s: float,
+        files: Mapping[str, int],
+    ) -> None:
+        """Join the group, unless this is the group of the time before, and write `files`: path -> size, in the order in
+        which they are sent. After an error the group is left, so that the sender does not wait for this rank."""
+        try:
+            if self._group is None or self._group.group_name != group_name:
+                self.leave()
+                check_trainer(master_address)
+                store = open_store(master_address, master_port, timeout_s=timeout_s)
+                self._group = UpdateGroup(
+                    store, rank=rank, world_size=world_size, group_name=group_name, backend=backend, timeout_s=timeout_s
+                )
+            for path, size in files.items():
+                _write(self._group, path, size)
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+
+def _write(group: UpdateGroup, path: str, size: int) -> None:
+    """In the parts that `broadcast_bytes` sends, of which one is in memory."""
+    device = torch.device("cpu")
+    try:
+        with open(path, "wb") as file:
+            for begin in range(0, size, PART_BYTES):
+                part = np.empty(min(PART_BYTES, size - begin), np.uint8)
+                group.broadcast_bytes(part, device)
+                file.write(part.data)
+    except OSError as error:
+        message = f"the weights cannot be written to {path}: {error.strerror or error}"
+        raise WeightSyncError(message, code="weights.transfer_failed") from error
+
+
+def _serve() -> None:
+    receiver = Receiver()
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # gloo writes messages to standard output
+        for line in sys.stdin:
+            answer: dict[str, str] = {}
+            try:
+                receiver.receive(**json.loads(line))
+            except ArealError as error:
+                answer = {"error": str(error), "code": error.code}
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    run_main(_serve)
