@@ -30,10 +30,13 @@ def test_answers_are_those_of_transformers(build_model, drive, prompts, monkeypa
 
 
 PACKS = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+PACKS_BFLOAT16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN packs bfloat16 with AVX-512 only"
+)
 
 
 @PACKS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=PACKS_BFLOAT16)])
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen3-gqa", "llama"])
 def test_packed_weights_give_the_logprobs_of_transformers(build_model, drive, prompts, monkeypatch, family, dtype):
     """Before and after an update in mid-answer; with few rows and with many."""
@@ -94,7 +97,7 @@ def test_weights_that_onednn_computes_otherwise_are_not_packed(build_model, driv
     assert not runner._dense._is_packed
 
 
-@PACKS
+@PACKS_BFLOAT16
 def test_rounding_that_a_model_amplifies_is_no_reason_against_packing(build_model, drive, monkeypatch):
     """As a trained model does with token ids that are no text."""
     monkeypatch.setattr(NativeServerConfig, "packed_bytes", staticmethod(lambda size: size))
