@@ -164,12 +164,12 @@ def test_every_listening_socket_comes_from_one_function():
             if not isinstance(node, ast.Call) or name == "areal/system/network.py" or name in SILENT | RELAYS:
                 continue
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            is_ours = isinstance(node.func, ast.Name) and called == "listen"
-            if called in LISTENS and not is_ours and not (isinstance(node.func, ast.Name) and called == "bind"):
+            given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            is_ours = isinstance(node.func, ast.Name) and called in ("listen", "bind")
+            if called in LISTENS and not is_ours and not (called == "run_app" and "sock" in given):
                 found.append(f"{name}:{node.lineno}: {called}")
             if called not in ("TCPStore", "init_process_group"):
                 continue
-            given = {word.arg: ast.unparse(word.value) for word in node.keywords}
             is_served = called == "TCPStore" and given.get("is_master", "True") != "False"
             if is_served and (name not in STORES or "master_listen_fd" not in given):
                 found.append(f"{name}:{node.lineno}: TCPStore on a socket of its own")
