@@ -743,6 +743,9 @@ class Executor:
                 if group is not None and group.stats:
                     stats |= {name: float(value) for name, value in group.stats.items()}
             except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # by the executor, or by the loop that ends
+                    return
                 error = RuntimeError("the workflow cancelled itself")
             except Exception as raised:  # noqa: BLE001 - user code: an error ends this one episode
                 error = raised

@@ -169,6 +169,29 @@ async def test_a_workflow_that_raises_returns_nan_or_cancels_itself_fails_only_i
     ledger.state.check_integrity()
 
 
+async def test_an_episode_that_neither_the_executor_nor_its_workflow_cancels_remains_running():
+    """As when the loop of a killed controller cancels all tasks."""
+
+    class Workflow(rollout_kit.ScriptedWorkflow):
+        async def arun_episode(self, engine, data):
+            await asyncio.sleep(1e6)
+
+    ledger = rollout_kit.memory_ledger()
+    controller = rollout_kit.make_controller(ledger, workflow=Workflow())
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    await asyncio.sleep(0)  # the episodes begin
+    running = set(ledger.state.running)
+    tasks = [task for task in asyncio.all_tasks() if task.get_name().startswith("episode-")]
+    assert len(tasks) == len(running) > 0
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert set(ledger.state.running) == running
+    assert ledger.state.reasons == {}
+    await controller.close()
+
+
 async def test_what_an_episode_logs_is_in_the_stats_of_its_batch_and_evaluation():
     class Workflow(rollout_kit.ScriptedWorkflow):
         async def arun_episode(self, engine, data):
