@@ -30,12 +30,12 @@ Counts = TypeVar("Counts", int, np.ndarray)
 
 
 @cache
-def decode_queries(size: int) -> int:
-    """What the number of query rows of a key head is a multiple of in a decode step on the CPU, for heads of this size:
-    the smallest with the bits of `_QUERY_ROWS`, in a trial. The product of each row with the keys takes time, also that
+def decode_queries(size: int, dtype: torch.dtype) -> int:
+    """What the number of query rows of a key head is a multiple of in a decode step on the CPU, for such heads: the
+    smallest with the bits of `_QUERY_ROWS`, in a trial. The product of each row with the keys takes time, also that
     of a row that only pads."""
     generator = torch.Generator().manual_seed(0)
-    rows, keys, values = torch.randn(3, 1, 2, 512, size, generator=generator)
+    rows, keys, values = torch.randn(3, 1, 2, 512, size, generator=generator).to(dtype)
     for count in (4, 8):
         sizes = (16, _EQUAL_KEYS, 512)
         pairs = (
@@ -301,7 +301,7 @@ def _attend_decode(group: DecodeGroup, cache: LayerCache, rows: Tensor, rules: S
     queries = rows.reshape(keys.shape[0], keys.shape[1], -1, rows.shape[-1])
     count = queries.shape[2]
     if rules.is_plain and rows.device.type == "cpu":
-        queries = pad(queries, (0, 0, 0, -count % decode_queries(rows.shape[-1])))
+        queries = pad(queries, (0, 0, 0, -count % decode_queries(rows.shape[-1], rows.dtype)))
     result = rules.attend(queries, keys, values, group.mask(rules.window, rows.dtype))
     return result[:, :, :count].reshape(*rows.shape[:2], values.shape[-1])
 

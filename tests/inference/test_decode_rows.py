@@ -189,15 +189,16 @@ def test_restricted_rows_draw_what_a_sort_of_the_vocabulary_gives(scale, rounded
 
 @pytest.mark.parametrize("size", [16, 64, 128])
 @pytest.mark.parametrize("width", [48, 192, 512])
-def test_the_query_rows_of_a_decode_step_have_the_bits_of_those_of_a_chunk(size, width):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_query_rows_of_a_decode_step_have_the_bits_of_those_of_a_chunk(size, width, dtype):
     generator = torch.Generator().manual_seed(1)
-    states = torch.randn(3, width, 2, 2 * size, generator=generator).transpose(1, 2)  # as a gathered group
+    states = torch.randn(3, width, 2, 2 * size, generator=generator).to(dtype).transpose(1, 2)  # as a gathered group
     keys, values = states[..., :size], states[..., size:]
-    mask = torch.zeros(3, 1, 1, width).index_fill_(3, torch.arange(width - 5, width), -torch.inf)
-    rows = torch.randn(3, 2, 3, size, generator=generator)
+    mask = torch.zeros(3, 1, 1, width, dtype=dtype).index_fill_(3, torch.arange(width - 5, width), -torch.inf)
+    rows = torch.randn(3, 2, 3, size, generator=generator).to(dtype)
     few, many = (
         scaled_dot_product_attention(pad(rows, (0, 0, 0, -3 % count)), keys, values, attn_mask=mask)[:, :, :3]
-        for count in (decode_queries(size), 16)
+        for count in (decode_queries(size, dtype), 16)
     )
     assert few.equal(many)
 
