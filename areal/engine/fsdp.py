@@ -1,6 +1,7 @@
 """The FSDP2 train engine: micro-batched passes over packed rows, optimiser steps, loading and saving of weights."""
 
 import re
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -54,6 +55,8 @@ from areal.engine.lora import Adapters, frozen_experts
 from areal.engine.mesh import TrainerMesh, copy_part, whole_tensor
 from areal.engine.micro_batch import (
     ModelInput,
+    TreeKey,
+    TreeRow,
     checked_ids,
     dummy_input,
     make_micro_batch,
@@ -216,7 +219,10 @@ class FSDPEngine:
         self._routing = routing
         self._as_trees = as_trees
         keeps_last = model.needs_last or (routing is not None and routing.has_experts)  # whose load is counted
-        self._micro_batch = partial(make_micro_batch, device=mesh.device, keeps_last=keeps_last)
+        self._trees = ChainMap[TreeKey, TreeRow]()
+        """Of the newest three passes over a batch: a step with two minibatches computes the rows of the second before
+        its updates and in the last one."""
+        self._micro_batch = partial(make_micro_batch, device=mesh.device, keeps_last=keeps_last, trees=self._trees)
         self._vision = vision
         self._copies = copies
         self._float8 = float8
@@ -463,6 +469,7 @@ class FSDPEngine:
 
         reduce_max = checked_ids(batch, vocab_size, all_max, with_candidates=self._model.spec.candidates is not None)
         patches = () if self._vision is None else self._vision.num_patches(batch)
+        self._trees.maps = [{}, *self._trees.maps[:2]]
         rows = rows_that_share(batch, self._vision) if self._as_trees and batch.num_sequences > 1 else None
         return plan_micro_batches(batch.sequence_lengths, self._mb_spec, reduce_max, patches, rows), rows
 

@@ -1,7 +1,7 @@
 """Micro-batches: partition of a batch by token budget, equal in number on every rank, and model inputs."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -75,16 +75,28 @@ class TreeRow:
     layout: TreeLayout
 
 
-def tree_row(ordered: SortedRows, bounds: np.ndarray, device: torch.device, *, keeps_last: bool) -> TreeRow:
-    """`keeps_last`: the last token of each sequence is computed too, though no other attends to it."""
-    return _tree_row(ordered.order.tobytes(), ordered.shared.tobytes(), bounds.tobytes(), device, keeps_last)
+TreeKey = tuple[bytes, ...]
+"""The order of the rows, what they share, and their bounds."""
 
 
-@functools.lru_cache(maxsize=4)
-def _tree_row(order: bytes, shared: bytes, starts: bytes, device: torch.device, keeps_last: bool) -> TreeRow:
-    """The newest ones are kept, because a step computes the same rows several times: before its update and in it."""
-    bounds = np.frombuffer(starts, np.int64)
-    ordered = SortedRows(np.diff(bounds), np.frombuffer(order, np.int64), np.frombuffer(shared, np.int64))
+def tree_row(
+    ordered: SortedRows,
+    bounds: np.ndarray,
+    device: torch.device,
+    *,
+    keeps_last: bool,
+    kept: MutableMapping[TreeKey, TreeRow],
+) -> TreeRow:
+    """`keeps_last`: the last token of each sequence is computed too, though no other attends to it.
+
+    `kept`: trees on this device with this `keeps_last`; the tree is taken from them, or added.
+    """
+    key = (ordered.order.tobytes(), ordered.shared.tobytes(), bounds.tobytes())
+    tree = kept[key] = kept.get(key) or _tree_row(ordered, bounds, device, keeps_last)
+    return tree
+
+
+def _tree_row(ordered: SortedRows, bounds: np.ndarray, device: torch.device, keeps_last: bool) -> TreeRow:
     tree = prefix_tree(ordered, bounds)
     _, _, parents, firsts, sizes = np.array(tree.branches).T
     ends = firsts + sizes - 1
@@ -218,18 +230,19 @@ def make_micro_batch(
     *,
     rows: SortedRows | None = None,
     keeps_last: bool = True,
+    trees: MutableMapping[TreeKey, TreeRow] | None = None,
 ) -> tuple[MicroBatch, ModelInput]:
     """The sequences `indices` on `device`, sorted by length: neighbours of equal length share attention calls.
 
-    `rows`: of the batch; tokens that the sequences share are computed once. `keeps_last`: the last token of each
-    sequence is computed too.
+    `rows`: of the batch; tokens that the sequences share are computed once. `keeps_last`, `trees`: see `tree_row`.
     """
     lengths = batch.sequence_lengths
     order = sorted(indices, key=lambda i: (lengths[i], i))
     chosen = batch if order == list(range(len(lengths))) else take(batch, order)
     tree = None
     if rows is not None:
-        tree = tree_row(rows.among(order), chosen.cu_seqlens.long().numpy(), device, keeps_last=keeps_last)
+        bounds, kept = chosen.cu_seqlens.long().numpy(), {} if trees is None else trees
+        tree = tree_row(rows.among(order), bounds, device, keeps_last=keeps_last, kept=kept)
     chosen = _to_device(chosen, device)
     sizes = [lengths[i] for i in order]
     model_input = replace(

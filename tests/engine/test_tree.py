@@ -369,13 +369,28 @@ def test_every_token_has_its_output(keeps_last):
     assert int(tree.counts.sum()) == batch.num_tokens or not keeps_last
 
 
-def test_the_passes_of_a_step_over_equal_rows_share_one_tree():
-    batch, chosen = grouped_batch(), list(range(len(ANSWERS)))
-    before = make_micro_batch(batch, chosen, CPU, rows=rows_of(batch))[1].tree
-    updated = batch.with_column(RETURNS, torch.zeros(batch.num_tokens))
-    assert make_micro_batch(updated, chosen, CPU, rows=rows_of(updated))[1].tree is before
-    fewer = make_micro_batch(batch, chosen[1:], CPU, rows=rows_of(batch))[1].tree
-    assert fewer.rows.numel() == batch.num_tokens - batch.sequence_lengths[0]
+def test_the_passes_of_a_step_over_equal_rows_share_their_trees(models, monkeypatch):
+    made = []
+    monkeypatch.setattr(micro_batch, "prefix_tree", lambda *args: made.append(1) or trees.prefix_tree(*args))
+    batch = batch_of([[*range(4), *[4 + row] * (1 + row)] for row in range(18)])
+    first, second = take(batch, list(range(6))), take(batch, list(range(6, 18)))
+    engine = engine_cases.make_engine(models / "qwen3", mb_spec=MicroBatchSpec(n_mbs=6))
+
+    def trees_of(pass_over, rows):
+        before = len(made)
+        pass_over(rows)
+        return len(made) - before
+
+    def update(rows):
+        engine_cases.gradients(engine, rows)
+
+    assert [trees_of(engine.forward, second), trees_of(update, first)] == [6, 6]
+    assert trees_of(update, second.with_column(RETURNS, torch.zeros(second.num_tokens))) == 0
+    assert len(engine._trees) == 12
+    for _ in range(3):
+        update(first)
+    assert len(engine._trees) == 6
+    assert trees_of(update, second) == 6
 
 
 def test_micro_batches_are_filled_by_tokens_of_the_tree(models):
