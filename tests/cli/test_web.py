@@ -95,6 +95,30 @@ async def test_new_steps_appear_without_a_reload(run, tmp_path):
         assert tab.errors == []
 
 
+async def test_a_chart_that_changes_leaves_the_others_and_episodes_are_counted_with_separators(run, tmp_path):
+    async with served(run.root) as address, open_tab(tmp_path / "profile") as tab:
+        await tab.open(f"{address}/?key={KEY}")
+        await tab.until(DRAWN)
+        kept = await tab.value("""(() => {
+          const before = board.cards.map((card) => card.plot), charts = board.cards.map((card) => card.chart);
+          board.show(charts.map((chart, place) => (place === 1 ? { ...chart, unit: "m" } : chart)));
+          return board.cards.map((card, place) => card.plot === before[place]);
+        })()""")
+        assert len(kept) > 2
+        assert [place for place, is_kept in enumerate(kept) if not is_kept] == [1]
+        places = await tab.value(
+            "board.cards.map((card) => [...document.querySelectorAll('[data-section] > *')].indexOf(card.root))"
+        )
+        assert places == sorted(places)
+        await tab.value(
+            "showEpisodes({ admitted: 1234567, rejected: 2, consumed: 3456, reasons: { stale: 4567 } }, '')"
+        )
+        counts = await tab.value("document.getElementById('counts').textContent")
+        assert counts == "admitted 1,234,567rejected 2trained 3,456"
+        assert "4,567" in await tab.value("document.querySelector('#episodes table').innerText")
+        assert tab.errors == []
+
+
 async def test_spans_of_a_traced_run_are_lanes_that_grow(run, tmp_path):
     for step in range(6):
         at = 2.0 * step

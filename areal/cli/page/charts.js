@@ -159,16 +159,15 @@ class ChartBoard {
     }
   }
 
-  // Show these charts. When one of them differs by more than its data, all are made anew.
+  // Show these charts in this order. One that differs by more than its data is made anew.
   show(charts) {
-    const shape = JSON.stringify(charts.map((chart) => ({ ...chart, data: [] })));
-    if (shape !== this.shape) {
-      for (const { plot, root } of this.cards) { plot?.destroy(); root.remove(); }
-      this.shape = shape;
-      this.cards = charts.map((chart) => new ChartCard(chart));
+    const shape = (chart) => JSON.stringify({ ...chart, data: [] }), wanted = charts.map(shape), before = this.cards;
+    this.cards = charts.map((chart, place) => before.find((card) => shape(card.chart) === wanted[place]) ?? new ChartCard(chart));
+    for (const card of before) if (!this.cards.includes(card)) { card.plot?.destroy(); card.root.remove(); }
+    this.cards.forEach((card, place) => { card.chart = charts[place]; });
+    if (this.cards.some((card, place) => card !== before[place])) { // a card that moves loses the pointer
       for (const { chart, root } of this.cards) document.querySelector(`[data-section="${chart.section}"]`).append(root);
     }
-    this.cards.forEach((card, place) => { card.chart = charts[place]; });
     for (const host of document.querySelectorAll("[data-section]")) host.closest("section").hidden = !host.children.length;
     this.redraw(false);
   }

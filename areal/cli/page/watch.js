@@ -55,10 +55,11 @@ function showTenants(service) {
 
 function showEpisodes(episodes, causes) {
   find("causes").textContent = causes;
-  const { reasons = {}, selection, first_failure, ...counts } = episodes;
-  showFacts("counts", { ...counts, ...(selection && { "of the newest": selection }) });
+  const { reasons = {}, selection, first_failure, consumed, ...counts } = episodes;
+  const shown = Object.entries({ ...counts, trained: consumed }).map(([name, count]) => [name, number(count)]);
+  showFacts("counts", { ...Object.fromEntries(shown), ...(selection && { "of the newest": selection }) });
   rowsInto("episodes", ["rejected or failed, by reason", "#episodes", "#of admitted"],
-    Object.entries(reasons).sort((one, other) => other[1] - one[1]).map(([reason, count]) => [reason, count, percent(count / counts.admitted)]));
+    Object.entries(reasons).sort((one, other) => other[1] - one[1]).map(([reason, count]) => [reason, number(count), percent(count / counts.admitted)]));
   find("episodes").hidden = !("admitted" in counts);
 }
 
