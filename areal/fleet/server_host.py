@@ -26,7 +26,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -322,7 +322,7 @@ def _error(status: int, message: str, code: str) -> web.Response:
     return web.json_response({"error": {"message": message, "code": code}}, status=status)
 
 
-_Take = Callable[[dict[str, Any]], Awaitable[Pulled]]
+_Take = Callable[[dict[str, Any]], Coroutine[Any, Any, Pulled]]
 """Get the weights that the body of a request names. KeyError, TypeError, ValueError or AttributeError for others."""
 
 
@@ -358,7 +358,13 @@ def _takes(take: _Take, session: aiohttp.ClientSession, token: str, parts: Calla
         try:
             body = json.loads(await read_body(request))
             others = await asyncio.to_thread(parts)
-            pulled_parts = await asyncio.gather(take(body), *(take_by(part + request.path, body) for part in others))
+            try:
+                async with asyncio.TaskGroup() as group:  # when a part fails, the others end
+                    calls = [take(body), *(take_by(part + request.path, body) for part in others)]
+                    tasks = [group.create_task(call) for call in calls]
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            pulled_parts = [task.result() for task in tasks]
             path, *different = dict.fromkeys(str(pulled.path) for pulled in pulled_parts)
             if different:
                 both = f"{path} and {', '.join(different)}"

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from areal.fleet.server_host import gateway
+from areal.fleet.server_host import _takes, gateway
 from areal.system.folders import FolderServer
 from areal.system.network import Host, bind_socket, http_address
 
@@ -182,3 +182,28 @@ async def test_the_gateways_of_all_parts_pull_the_weights(tmp_path, monkeypatch)
             assert (answer.status, await answer.read()) == (200, b"weights")
         assert asked == [("/pull_weights", {"url": url}, f"Bearer {TOKEN}")] * 4
     source.close()
+
+
+async def test_when_a_part_fails_the_others_end():
+    """The part that answers receives in a broadcast, in which it would wait for the part that failed."""
+    receives, left = asyncio.Event(), asyncio.Event()
+
+    async def take(body):
+        receives.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+
+    async def part(request):
+        await receives.wait()
+        return web.json_response({"error": {"message": "no group", "code": "weights.transfer_failed"}}, status=500)
+
+    async with (
+        aiohttp.ClientSession() as session,
+        server(part) as other,
+        server(_takes(take, session, TOKEN, lambda: [other])) as address,
+        session.post(f"{address}/receive_weights", json={}) as answer,
+    ):
+        assert (answer.status, (await answer.json())["error"]["code"]) == (500, "weights.transfer_failed")
+        assert left.is_set()
