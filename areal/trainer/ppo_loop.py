@@ -49,7 +49,7 @@ from areal.trainer.process_setup import TrainingRank, announce_ready, training_r
 from areal.trainer.progress import Progress, TrainingLength
 from areal.trainer.ratio_causes import RatioCauses
 from areal.trainer.roles import PPORoles, build_roles
-from areal.weights.collective import CollectiveChannel, DeltaCollectiveChannel
+from areal.weights.collective import UPDATE_TIMEOUT_S, CollectiveChannel, DeltaCollectiveChannel
 from areal.weights.disk import AdapterChannel, DiskChannel, DiskDeltaChannel, HttpChannel, HttpDeltaChannel
 from areal.weights.weight_files import checksum_of
 
@@ -608,11 +608,14 @@ def build_weight_channel(
             return kind(engine, ranks, client, host=context.host, model_folder=model)
         kind = DiskDeltaChannel if config.actor.sends_deltas else DiskChannel
         return kind(engine, ranks, client, RunPaths.of(config).weights, model_folder=model)
-    servers, kind = config.allocation.inference, CollectiveChannel
+    servers, kind, timeout_s = config.allocation.inference, CollectiveChannel, UPDATE_TIMEOUT_S
     ranks_per_replica = servers.instance_size if servers else 1
     if config.actor.sends_deltas:
         kind = DeltaCollectiveChannel
-        ranks_per_replica = ranks_per_replica if config.server_backend == "native" else context.num_parts
+        if config.server_backend != "native":
+            ranks_per_replica = context.num_parts
+            # After the broadcast hosts make a folder, and then the servers load it: each has this limit.
+            timeout_s = max(timeout_s, 2 * config.rollout.weight_update_timeout_s)
     return kind(
         engine,
         ranks,
@@ -622,6 +625,7 @@ def build_weight_channel(
         host=context.host,
         may_join=partial(has_server, registry_of(config)),
         ranks_per_replica=ranks_per_replica,
+        timeout_s=timeout_s,
     )
 
 

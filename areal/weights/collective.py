@@ -1,9 +1,9 @@
 """Weight channel over a collective: rank 0 of the trainer broadcasts buckets to a group with every replica.
 
-`publish` waits for the fleet to pause, for the replicas to join (JOIN_TIMEOUT_S) and for each bucket (timeout_s). The
-request to the controller runs in a thread at the same time; when either side ends early, the other one ends too. The
-fleet's health checks end the request when a replica dies or hangs, which ends every wait here. `wait_served` waits for
-the end of the request (timeout_s).
+`publish` waits for servers without a second copy to pause, for the replicas to join (JOIN_TIMEOUT_S) and for each
+bucket (timeout_s). The request to the controller runs in a thread at the same time; when either side ends early, the
+other one ends too. The fleet's health checks end the request when a replica dies or hangs, which ends every wait here.
+`wait_served` waits for the end of the request (timeout_s).
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from areal.weights.weight_image import FULL_EVERY, WeightImage, sent_metrics
 
 log = get_logger(__name__)
 
+UPDATE_TIMEOUT_S = 300.0
+"""Time limit of a broadcast, and of the update of the servers after it."""
 JOIN_TIMEOUT_S = 60.0
 """Maximum wait for all replicas to join a new group."""
 MAX_ATTEMPTS = 3
@@ -67,11 +69,12 @@ class CollectiveChannel:
         host: Host | None = None,
         may_join: Callable[[str], bool] = lambda address: True,
         ranks_per_replica: int = 1,
-        timeout_s: float = 300.0,
+        timeout_s: float = UPDATE_TIMEOUT_S,
     ) -> None:
         """`backend`: nccl or gloo. `host`: where this process listens and how the servers reach it; None = loopback.
         `may_join`: whether the machine with this address has a server; it may block, and is not asked on loopback.
-        `ranks_per_replica`: devices of one server. `timeout_s`: maximum wait for one bucket, and for a live replica."""
+        `ranks_per_replica`: see `WeightUpdate`. `timeout_s`: maximum wait for one bucket, for the servers after the
+        last one, and for a live replica."""
         self._engine, self._ranks, self._control = engine, ranks, control
         self._bucket_bytes = bucket_bytes
         self._backend = backend
@@ -305,7 +308,8 @@ _KEPT_SHARE = 0.25
 class DeltaCollectiveChannel(CollectiveChannel):
     """Broadcasts the differences since the versions that the replicas have, or all weights when one has none of these.
 
-    Each replica keeps the weights in host memory as they were published, and proves their checksum. All weights are
+    Each native replica keeps the weights in host memory as they were published, the hosts of other servers in a folder
+    below TMPDIR, and proves their checksum. All weights are
     sent as the first version of a process, every `FULL_EVERY`-th one, and whenever a replica joins or has failed.
     """
 

@@ -87,20 +87,24 @@ def test_an_empty_answer_is_an_answer():
 
 
 @pytest.mark.parametrize(
-    ("mode", "update_mode", "ranks"),
+    ("mode", "update_mode", "ranks", "limit_s"),
     [
-        ("native:d2+fsdp:d1", "xccl", 1),
-        ("vllm:d2t4+fsdp:d1", "xccl", 4),
-        ("native:d2+fsdp:d1", "delta_xccl", 1),
-        ("vllm:d2t4+fsdp:d1", "delta_xccl", 2),
+        ("native:d2+fsdp:d1", "xccl", 1, 300.0),
+        ("vllm:d2t4+fsdp:d1", "xccl", 4, 300.0),
+        ("native:d2+fsdp:d1", "delta_xccl", 1, 300.0),
+        ("vllm:d2t4+fsdp:d1", "delta_xccl", 2, 2000.0),
     ],
 )
-def test_every_rank_or_host_of_a_server_has_its_place_in_the_update_group(monkeypatch, mode, update_mode, ranks):
+def test_every_rank_or_host_of_a_server_has_its_place_in_the_update_group(
+    monkeypatch, mode, update_mode, ranks, limit_s
+):
+    """Hosts make a folder after the broadcast, and servers load it: the trainer waits for both."""
     asked = {}
     for kind in ("CollectiveChannel", "DeltaCollectiveChannel"):
         monkeypatch.setattr(ppo_loop, kind, lambda *_, **options: asked.update(options))
     config = replace(GRPOConfig(), allocation_mode=mode)
-    config = replace(config, actor=replace(config.actor, weight_update_mode=update_mode))
+    rollout = replace(config.rollout, weight_update_timeout_s=1000.0)
+    config = replace(config, actor=replace(config.actor, weight_update_mode=update_mode), rollout=rollout)
     context = a_context(device="cuda:0", weight_transport="gloo", num_parts=2)
     ppo_loop.build_weight_channel(config, Engine(), FakeRanks(), None, context)
-    assert (asked["ranks_per_replica"], asked["backend"]) == (ranks, "gloo")
+    assert (asked["ranks_per_replica"], asked["backend"], asked["timeout_s"]) == (ranks, "gloo", limit_s)
