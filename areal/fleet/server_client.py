@@ -317,6 +317,7 @@ class HttpReplica(Replica):
             await asyncio.wait([task])
         finally:
             task.cancel()  # the host leaves the group when its client leaves
+            await asyncio.gather(task, return_exceptions=True)
         if task.cancelled():
             raise ServerUnavailable(f"{self.name} has left the update group", code="fleet.update_failed")
         await task

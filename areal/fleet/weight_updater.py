@@ -571,21 +571,22 @@ class WeightUpdater:
         if update.kind == "collective" and any(slot.replica is None for slot in slots):
             text = f"version {update.version} lost a replica: {self._replicas.describe()}"
             raise WeightSyncError(text, code="fleet.replica_lost")
-        errors = await self._together(slots, partial(self._update_one, update=update), update)
+        call = partial(self._update_one, update=update)
+        errors = await self._together(slots, call, update, in_group=update.fills_served_weights)
         return [error for error in errors if error is not None]
 
     async def _together(
-        self, slots: list[Slot], call: Callable[..., Coroutine[Any, Any, None]], update: WeightUpdate
+        self, slots: list[Slot], call: Callable[..., Coroutine[Any, Any, None]], update: WeightUpdate, *, in_group: bool
     ) -> list[ArealError | None]:
         """Run `call(slot, rank=...)`, with its first rank in the update group, for each replica at the same time. The
-        error of each, in order."""
+        error of each, in order. `in_group`: the replicas wait for each other."""
         ranks = {name: 1 + index * update.ranks_per_replica for index, name in enumerate(update.replicas)}
         calls = [call(slot, rank=ranks.get(slot.incarnation, 0)) for slot in slots]
         tasks = [asyncio.create_task(call, name=f"update {slot.name}") for slot, call in zip(slots, calls, strict=True)]
         if not tasks:
             return []
         try:
-            if update.kind == "collective":
+            if in_group:
                 await self._leave_broken_group(slots, tasks)
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         finally:
@@ -603,8 +604,8 @@ class WeightUpdater:
 
     async def _leave_broken_group(self, slots: list[Slot], tasks: list[asyncio.Task[None]]) -> None:
         """Wait until all tasks are done. When one fails, the others end their wait for it; one that does not is
-        disconnected and connected again at once. One with wrong differences has received all broadcasts: no
-        other one waits for it."""
+        disconnected and connected again at once. One with wrong differences, or that cannot keep what it
+        received, has received all broadcasts: no other one waits for it."""
         done, pending = set[asyncio.Task[None]](), set(tasks)
         while pending and all(_has_received(task) for task in done):
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
@@ -626,10 +627,9 @@ class WeightUpdater:
 
     async def _prepare(self, members: list[Slot], update: WeightUpdate) -> tuple[list[Slot], list[ArealError]]:
         """The part of an update during which replicas generate. Returns those that are ready, and the errors of the
-        others, which keep their weights. Nothing happens here for a collective with a replica that has no second copy:
-        it receives in the pause, and all members of a group receive at the same time."""
-        is_direct = update.kind == "collective" and not update.published
-        if is_direct and any(s.replica and not s.replica.has_second_copy for s in members):
+        others, which keep their weights. Nothing happens here when one receives into the weights that it serves: it
+        does so in the pause, and all members of a group receive at the same time."""
+        if update.fills_served_weights and any(s.replica and not s.replica.has_second_copy for s in members):
             return members, []
 
         async def prepare(slot: Slot, rank: int) -> None:
@@ -642,7 +642,7 @@ class WeightUpdater:
                 text = f"{slot.name}: no weights after {self._config.weight_update_timeout_s:g} s"
                 raise ServerUnavailable(text, code="fleet.update_failed") from error
 
-        errors = await self._together(members, prepare, update)
+        errors = await self._together(members, prepare, update, in_group=update.kind == "collective")
         ready = [slot for slot, error in zip(members, errors, strict=True) if error is None]
         return ready, [error for error in errors if error is not None]
 
@@ -745,7 +745,9 @@ def _check_failures(update: WeightUpdate, members: list[Slot], errors: list[Area
 
 def _has_received(task: asyncio.Task[None]) -> bool:
     error = task.exception()
-    return error is None or (isinstance(error, ArealError) and error.code == "weights.bad_delta")
+    return error is None or (
+        isinstance(error, ArealError) and error.code in ("weights.bad_delta", "weights.not_written")
+    )
 
 
 async def _is_missing(update: WeightUpdate, error: ArealError) -> bool:

@@ -302,7 +302,8 @@ def _error(status: int, message: str, code: str) -> web.Response:
 # waits for a server at most `_SILENCE_S` at a time. It leaves a mirror after `_MIRROR_FAILURES` attempts without a new
 # verified block, and ends after `_MAX_FAILURES` such attempts with the server of the trainer.
 
-_NAME = re.compile(r"[A-Za-z0-9_]+-([0-9a-f]{64})")
+FOLDER_NAME = re.compile(r"[A-Za-z0-9_]+-([0-9a-f]{64})")
+"""See `FolderList.name`. Without a separator: it is a name in one folder."""
 _SILENCE_S = 30.0
 _MAX_FAILURES, _MIRROR_FAILURES = 8, 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
@@ -400,7 +401,7 @@ class FolderPuller:
     def _name_in(self, url: str) -> re.Match[str]:
         """The name of a folder and its checksum. RequestError unless it is shared or on the machine of a trainer."""
         parts, is_shared = urlsplit(url), url.startswith(SHARED)
-        match = _NAME.fullmatch(Path(url).name if is_shared else parts.path.removeprefix("/"))
+        match = FOLDER_NAME.fullmatch(Path(url).name if is_shared else parts.path.removeprefix("/"))
         is_ours = is_shared or (parts.scheme == "http" and is_trainer(parts.hostname or "", self._environ))
         if match is None or not is_ours:
             message = f"{url[:200]} is no folder of a trainer of this run"
@@ -441,7 +442,7 @@ class FolderPuller:
     def _newest_base(self, url: str, root: Path, deltas: Mapping[str, str]) -> Path | None:
         """The newest folder named in `deltas` that is below `root` or beside `url`."""
         roots = [Path(url.removeprefix(SHARED)).parent, root] if url.startswith(SHARED) else [root]
-        bases = [parent / base for base in deltas if _NAME.fullmatch(base) for parent in roots]
+        bases = [parent / base for base in deltas if FOLDER_NAME.fullmatch(base) for parent in roots]
         return next(filter(is_complete, reversed(bases)), None)
 
     def _fetch(self, root: Path, urls: Sequence[str], transfers: "list[_Transfer]") -> Iterator[Path]:
@@ -528,7 +529,7 @@ class FolderPuller:
         """The copy with this name for `folder_routes`; None when it is not here or not complete."""
         if (held := self.held) is not None and held.offered.path.name == name:
             return held.offered
-        if self._local is None or not _NAME.fullmatch(name) or not is_complete(folder := self._local.path / name):
+        if self._local is None or not FOLDER_NAME.fullmatch(name) or not is_complete(folder := self._local.path / name):
             return None
         if (known := self._offered.get(name)) is None:
             try:

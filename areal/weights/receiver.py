@@ -1,16 +1,17 @@
 """A process that receives files over an update group for the host of a foreign server, which does not import torch.
 
-`python -m areal.weights.receiver` answers each line of JSON on standard input, the fields of `Receiver.receive`, with
-one: empty, or with an error and its code. A wait is ended by ending the process.
+`python -m areal.weights.receiver` answers each line of JSON on standard input, the arguments of `Receiver.receive`,
+with one: empty, or with an error and its code. A wait is ended by ending the process.
 """
 
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from areal.api.errors import ArealError, WeightSyncError
 from areal.system.process import run_main
@@ -34,8 +35,10 @@ class Receiver:
         timeout_s: float,
         files: Mapping[str, int],
     ) -> None:
-        """Join the group, unless this is the group of the time before, and write `files`: path -> size, in the order in
-        which they are sent. After an error the group is left, so that the sender does not wait for this rank."""
+        """Join the group, unless this is the group of the call before, and write `files`: path -> size, in the order in
+        which they are sent. After an error of the group it is left, so that the sender does not wait for this rank.
+        weights.not_written: everything was received, but not everything could be written."""
+        problem = ""
         try:
             if self._group is None or self._group.group_name != group_name:
                 self.leave()
@@ -45,10 +48,15 @@ class Receiver:
                     store, rank=rank, world_size=world_size, group_name=group_name, backend=backend, timeout_s=timeout_s
                 )
             for path, size in files.items():
-                _write(self._group, path, size)
+                try:
+                    _write(self._group, path, size)
+                except OSError as error:
+                    problem = problem or f"the weights cannot be written to {path}: {error.strerror or error}"
         except BaseException:
             self.leave()
             raise
+        if problem:
+            raise WeightSyncError(problem, code="weights.not_written")
 
     def leave(self) -> None:
         group, self._group = self._group, None
@@ -57,17 +65,26 @@ class Receiver:
 
 
 def _write(group: UpdateGroup, path: str, size: int) -> None:
-    """In the parts that `broadcast_bytes` sends, of which one is in memory."""
-    device = torch.device("cpu")
+    """Receive a file and write it. The file is received to its end also when it cannot be written: the other ranks wait
+    for this one."""
+    parts = _parts(group, size)
     try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "wb") as file:
-            for begin in range(0, size, PART_BYTES):
-                part = np.empty(min(PART_BYTES, size - begin), np.uint8)
-                group.broadcast_bytes(part, device)
+            for part in parts:
                 file.write(part.data)
-    except OSError as error:
-        message = f"the weights cannot be written to {path}: {error.strerror or error}"
-        raise WeightSyncError(message, code="weights.transfer_failed") from error
+    except OSError:
+        for _ in parts:
+            pass
+        raise
+
+
+def _parts(group: UpdateGroup, size: int) -> Iterator[NDArray[np.uint8]]:
+    """The parts that `broadcast_bytes` sends, of which one is in memory."""
+    for begin in range(0, size, PART_BYTES):
+        part = np.empty(min(PART_BYTES, size - begin), np.uint8)
+        group.broadcast_bytes(part, torch.device("cpu"))
+        yield part
 
 
 def _serve() -> None:
