@@ -572,7 +572,7 @@ class WeightUpdater:
             text = f"version {update.version} lost a replica: {self._replicas.describe()}"
             raise WeightSyncError(text, code="fleet.replica_lost")
         call = partial(self._update_one, update=update)
-        errors = await self._together(slots, call, update, in_group=update.fills_served_weights)
+        errors = await self._together(slots, call, update, in_group=not (update.is_folder or update.published))
         return [error for error in errors if error is not None]
 
     async def _together(
@@ -629,7 +629,8 @@ class WeightUpdater:
         """The part of an update during which replicas generate. Returns those that are ready, and the errors of the
         others, which keep their weights. Nothing happens here when one receives into the weights that it serves: it
         does so in the pause, and all members of a group receive at the same time."""
-        if update.fills_served_weights and any(s.replica and not s.replica.has_second_copy for s in members):
+        is_direct = not (update.is_folder or update.published)
+        if is_direct and any(s.replica and not s.replica.has_second_copy for s in members):
             return members, []
 
         async def prepare(slot: Slot, rank: int) -> None:
@@ -642,7 +643,7 @@ class WeightUpdater:
                 text = f"{slot.name}: no weights after {self._config.weight_update_timeout_s:g} s"
                 raise ServerUnavailable(text, code="fleet.update_failed") from error
 
-        errors = await self._together(members, prepare, update, in_group=update.kind == "collective")
+        errors = await self._together(members, prepare, update, in_group=not update.is_folder)
         ready = [slot for slot, error in zip(members, errors, strict=True) if error is None]
         return ready, [error for error in errors if error is not None]
 

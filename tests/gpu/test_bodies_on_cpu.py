@@ -87,7 +87,8 @@ def test_sampling_and_the_difference_between_rollout_and_trainer(tmp_path):
     sizes = {"sequences": 4, "new_tokens": 16}
     rounded = bodies.rollout_difference(CPU, tmp_path, head_dtype="compute", **sizes)
     exact = bodies.rollout_difference(CPU, tmp_path, head_dtype="float32", **sizes)
-    assert exact.mean < rounded.mean < 0.2
+    assert exact.mean < rounded.mean + 1e-6  # without AVX-512 both sides have the same bits but for float32 rounding
+    assert rounded.mean < 0.2
 
 
 @pytest.mark.parametrize("kind", sorted(bodies.QUANTIZED_LIMITS))
