@@ -95,7 +95,8 @@ async def test_a_run_continues_on_a_pruned_ledger(tmp_path):
     last = max(segment_numbers(tmp_path))
     after = await train(tmp_path, "recover", steps=range(NUM_STEPS - 1, NUM_STEPS + 2), commits=[7, 8])
     assert before.pruned_segments < after.pruned_segments
-    assert after.last_segment > last
+    assert after.last_segment >= last  # the first run may have generated all episodes that the second one trains on
+    assert readable_steps(tmp_path, after)[-1] == NUM_STEPS + 1
     assert audit(tmp_path).is_clean
 
 
