@@ -1,8 +1,8 @@
 """Micro-batches: partition of a batch by token budget, equal in number on every rank, and model inputs."""
 
-import functools
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -370,7 +370,7 @@ def over_context(inputs: ModelInput, ranks: RankGroup) -> ModelInput:
     count, layout = inputs.input_ids.numel(), inputs.layout
     if padding := -count % ranks.size:
         layout = _with_last(layout, count, padding)
-    local = functools.partial(own_tokens, ranks=ranks)
+    local = partial(own_tokens, ranks=ranks)
     return ModelInput(
         input_ids=local(inputs.input_ids),
         position_ids=local(inputs.position_ids.movedim(-1, 0)).movedim(0, -1),

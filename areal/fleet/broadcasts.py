@@ -1,7 +1,7 @@
 """The host of a foreign server as a rank of the trainer's update group (actor.weight_update_mode=delta_xccl).
 
-A process of its own receives, because the host does not import torch: `areal.weights.receiver`. What it receives is
-laid out as `delta_disk` lays out versions on a shared disk, and `FolderPuller` makes and proves the version from that.
+A process of its own receives, because the host does not import torch: `areal.weights.receiver`. It writes
+the layout that `delta_disk` has on a shared disk, from which `FolderPuller` makes the version and verifies it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Broadcast:
 
     @classmethod
     def parse(cls, body: dict[str, Any], part: int) -> Self:
-        """That of a part of a server. KeyError, TypeError or ValueError for a body of another form."""
+        """The broadcast for a part of a server. KeyError, TypeError or ValueError for a body of another form."""
         group = UpdateRank(
             master_address=str(body["master_address"]),
             master_port=int(body["master_port"]),

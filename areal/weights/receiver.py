@@ -80,7 +80,7 @@ def _write(group: UpdateGroup, path: str, size: int) -> None:
 
 
 def _parts(group: UpdateGroup, size: int) -> Iterator[NDArray[np.uint8]]:
-    """The parts that `broadcast_bytes` sends, of which one is in memory."""
+    """The parts in which `broadcast_bytes` sends a file. One at a time is in memory."""
     for begin in range(0, size, PART_BYTES):
         part = np.empty(min(PART_BYTES, size - begin), np.uint8)
         group.broadcast_bytes(part, torch.device("cpu"))
