@@ -33,15 +33,15 @@ _FITS = 3  # Fits of decode steps: each weighs the loads by the speed that the f
 _ROUNDS = 30  # Iterations of the cores in use: they depend on the slowdown, which depends on them.
 
 
-def nonnegative_fit(columns: Any, wanted: Any) -> list[float]:
+def nonnegative_fit(columns: np.typing.ArrayLike, wanted: np.typing.ArrayLike) -> list[float]:
     """The coefficients, none negative, of the least squares fit of `wanted` by `columns`; at most four columns."""
     matrix, target = np.array(columns, float).T, np.array(wanted, float)
-    best, least = np.zeros(len(columns)), float(target @ target)
-    for chosen in (each for size in range(len(columns)) for each in combinations(range(len(columns)), size + 1)):
+    best, least = np.zeros(len(matrix.T)), float(target @ target)
+    for chosen in (each for size in range(len(best)) for each in combinations(range(len(best)), size + 1)):
         solution, *_ = np.linalg.lstsq(matrix[:, chosen], target, rcond=None)
         rest = target - matrix[:, chosen] @ solution
         if (solution >= 0).all() and rest @ rest < least * (1 - 1e-9):
-            best, least = np.zeros(len(columns)), float(rest @ rest)
+            best, least = np.zeros(len(best)), float(rest @ rest)
             best[list(chosen)] = solution
     return best.tolist()
 
@@ -170,9 +170,9 @@ def read_episodes(paths: RunPaths) -> tuple[list[Episode], dict[str, float], flo
                     start_s = end_s - event["seconds"]
                 if num_batches >= WARMUP_STEPS:
                     episode, servers = traced.get(event["id"]) or Episode(start_s=start_s), event.get("replicas", ())
-                    seen = {"generated_s": episode.generated_s or end_s, "interruptions": event.get("interruptions", 0)}
-                    seen["server"] = servers[0] if len(servers) == 1 else ""
-                    ended.append((event, replace(episode, **seen)))
+                    breaks, last_s = event.get("interruptions", 0), episode.generated_s or end_s
+                    server = servers[0] if len(servers) == 1 else ""
+                    ended.append((event, replace(episode, generated_s=last_s, server=server, interruptions=breaks)))
                     if kind != "accepted":
                         lost[event["reason"].partition(":")[0] if kind == "rejected" else "failed"] += 1
     with PayloadReader(paths.ledger) as payloads:
@@ -334,7 +334,7 @@ class Load:
         self._loads = np.array([np.ones_like(grown), sequences, jumps + np.cumsum(grown) - grown / 2])
         """For each interval between two changes: one, and sequences and contexts in its middle."""
 
-    def mean(self, start_s: Any, end_s: Any, cost: Sequence[float]) -> np.ndarray:
+    def mean(self, start_s: float | np.ndarray, end_s: float | np.ndarray, cost: Sequence[float]) -> np.ndarray:
         """One, mean sequences and mean tokens of their contexts over the decode steps between two times, or between
         those of arrays. A step takes `cost` seconds for each of the three; with (1, 0, 0) the means are over time."""
         steps = self._passed_s / np.maximum(np.array(cost) @ self._loads, 1e-9)

@@ -308,9 +308,9 @@ _KEPT_SHARE = 0.25
 class DeltaCollectiveChannel(CollectiveChannel):
     """Broadcasts the differences since the versions that the replicas have, or all weights when one has none of these.
 
-    Each native replica keeps the weights in host memory as they were published, the hosts of other servers in a folder
-    below TMPDIR, and proves their checksum. All weights are
-    sent as the first version of a process, every `FULL_EVERY`-th one, and whenever a replica joins or has failed.
+    A native replica keeps the weights as they were published in host memory, the host of another server keeps them in a
+    folder below TMPDIR; both verify their checksum. All weights are sent as the first version of a process, every
+    `FULL_EVERY`-th one, and whenever a replica joins or has failed.
     """
 
     _image: WeightImage | None = None
