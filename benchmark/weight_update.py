@@ -47,8 +47,10 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import torch
 from gpu_step import HALF_BILLION
+from numpy.typing import NDArray
 from transformers import Qwen2Config
 
 from areal.api.batch import LossOutput, MicroBatch, TokenOutputs
@@ -91,10 +93,13 @@ QUIET_TOKENS = 20
 class OneRank:
     """Implements `areal.api.engine.Ranks` for a single trainer rank."""
 
-    rank, size = 0, 1
+    rank, world_size = 0, 1
 
     def all_reduce(self, values: torch.Tensor, op: str = "sum") -> torch.Tensor:
         return values
+
+    def gather(self, content: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
+        return iter(())
 
 
 class TimedSource:

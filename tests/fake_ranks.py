@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -15,6 +19,12 @@ class FakeRanks:
 
     def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
         return values if self._group is None else self._group.all_reduce(self.rank, values, op)
+
+    def gather(self, content: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
+        if self._group is None:
+            return iter(())
+        assert self.rank == 0 or len(content), "process groups would hang"
+        return iter(self._group.gather(self.rank, content))
 
     def for_thread(self) -> FakeRanks:
         return self if self._group is None else FakeRanks(self.rank, self._group.for_thread)

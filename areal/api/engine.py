@@ -23,6 +23,8 @@ from areal.api.errors import RequestError
 from areal.api.metrics import gather_or_cancel
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from areal.api.batch import LossFn, TokenOutputs, TrainBatch
@@ -43,6 +45,11 @@ class Ranks(Protocol):
     def world_size(self) -> int: ...
     def all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Reduce a CPU float64 tensor over all trainer ranks; the argument is unchanged. A barrier too."""
+        ...
+
+    def gather(self, content: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
+        """On rank 0 the contents [n_r], n_r > 0, of the other ranks in their order, one at a time; elsewhere nothing.
+        A collective: rank 0 iterates to the end."""
         ...
 
     def for_thread(self) -> Ranks:

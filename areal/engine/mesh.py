@@ -5,13 +5,15 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -297,6 +299,10 @@ class TrainerMesh:
         """Reduce a CPU tensor over one rank of each data-parallel rank; the argument is unchanged."""
         return values if self.dp_size == 1 else _reduced(values, op, self._groups["data"])
 
+    def gather(self, content: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
+        """See `areal.api.engine.Ranks`."""
+        return _gathered(content, self.rank, self.world_size, None)
+
     def for_thread(self) -> Ranks:
         """The same ranks in a process group of one other thread; a collective."""
         if self.world_size == 1:
@@ -352,8 +358,29 @@ class _ThreadRanks:
     def all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
         return _reduced(values, op, self.group)
 
+    def gather(self, content: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
+        return _gathered(content, self.rank, self.world_size, self.group)
+
     def for_thread(self) -> Ranks:
         return self
+
+
+def _gathered(
+    content: NDArray[np.uint8], rank: int, world_size: int, group: dist.ProcessGroup | None
+) -> Iterator[NDArray[np.uint8]]:
+    if rank == 0:
+        return (_received(sender, group) for sender in range(1, world_size))
+    dist.send(torch.tensor([len(content)]), 0, group=group)
+    dist.send(torch.from_numpy(content), 0, group=group)
+    return iter(())
+
+
+def _received(sender: int, group: dist.ProcessGroup | None) -> NDArray[np.uint8]:
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, sender, group=group)
+    content = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(content, sender, group=group)
+    return content.numpy()
 
 
 def _reduced(values: Tensor, op: ReduceOp, group: dist.ProcessGroup | None) -> Tensor:

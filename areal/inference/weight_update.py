@@ -336,7 +336,7 @@ class ServedWeights:
                     change(image.contents, received[base].data)
             except InputError as error:
                 raise RequestError(str(error), code=error.code) from error
-            if image.seal().name(published.partition("-")[0]) != published:
+            if image.listed().name(published.partition("-")[0]) != published:
                 message = f"this server has {held or 'no weights'}, and the differences did not make {published} of it"
                 raise RequestError(message, code="weights.bad_delta")
             self._image = image, specs, published

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 from areal.api.allocation import ParallelDims
 from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
@@ -22,6 +23,8 @@ LIBRARY_BYTES = 2**29
 CARD_SHARE = 0.95
 """The rest is for the CUDA context and fragments."""
 _PINNED = 1.5  # Torch rounds each piece of memory that a GPU copies to up to a power of two bytes.
+_PART_FILE_BYTES = 2**30
+"""`areal.weights.weight_image.FILE_BYTES`; that module imports torch."""
 _BLOCK_LOGITS = {True: 2**26, False: 2**22}
 """The rank has a GPU -> logits that the head computes at a time (`areal.engine.linear_logprobs`)."""
 
@@ -264,21 +267,30 @@ def _accumulates(config: BaseExperimentConfig, tokens: int) -> bool:
     return tokens * config.actor.ppo_n_minibatches < per_rank
 
 
-def published_bytes(config: BaseExperimentConfig) -> tuple[int, int]:
-    """Host memory for the weights that were published last (actor.weight_update_mode=delta...): of rank 0, and of a
-    native server on a GPU."""
+class PublishedBytes(NamedTuple):
+    """Host memory for the weights that were published last (actor.weight_update_mode=delta...)."""
+
+    rank: int = 0
+    """Of each trainer rank: a part of the weights, and with several ranks the differences of as many."""
+    packed: int = 0
+    """Of rank 0 besides: differences for a collective stay in memory, in all at most as large as the weights."""
+    server: int = 0
+    """Of a native server on a GPU."""
+
+
+def published_bytes(config: BaseExperimentConfig) -> PublishedBytes:
     if not isinstance(config, PPOConfig) or not config.actor.sends_deltas:
-        return 0, 0
-    shape = ModelShape.read(config.actor.path)
+        return PublishedBytes()
+    shape, ranks = ModelShape.read(config.actor.path), config.allocation.train[0].parallel.world_size
     size = 0 if shape is None else shape.parameters * (2 if config.actor.dtype == "bfloat16" else 4)
-    # Rank 0 packs differences for a collective in memory: in all at most as large as the weights.
-    of_rank_0 = 2 * size if config.actor.weight_update_mode == "delta_xccl" else size
-    return of_rank_0, size if config.server_backend == "native" else 0
+    part = min(size, max(size // ranks, _PART_FILE_BYTES))
+    packed = size if config.actor.weight_update_mode == "delta_xccl" else 0
+    return PublishedBytes(part * min(ranks, 2), packed, size if config.server_backend == "native" else 0)
 
 
 def memory_texts(config: BaseExperimentConfig, plan: LaunchPlan) -> dict[str, str]:
-    """Name of a process on the CPU -> what it needs in all; of rank 0 also the weights that it keeps in host memory.
-    Without those whose models are not known."""
+    """Name of a process on the CPU -> what it needs in all; of trainer ranks also the weights that they publish by
+    differences. Without those whose models are not known."""
     tokens = largest_micro_batch(config)
     on_gpu = any(process.gpus for process in plan.processes if process.role == "trainer")
     memory, texts = planned_memory(config, tokens, on_gpu=on_gpu), dict[str, str]()
@@ -292,10 +304,11 @@ def memory_texts(config: BaseExperimentConfig, plan: LaunchPlan) -> dict[str, st
             size = _gib(memory.activations * 1000 // tokens)
             each = f"{size} for 1,000 tokens of a micro-batch (at most {tokens:,}{once})"
             texts[process.name] = f"about {_gib(held)} in all and {each}"
-    rank_0 = next((process.name for process in plan.processes if process.role == "trainer"), "")
-    if published := published_bytes(config)[0]:
-        text = f"{_gib(published)} of host memory for the weights published last (delta)"
-        texts[rank_0] = f"{texts[rank_0]}, {text}" if rank_0 in texts else text
+    published = published_bytes(config)
+    for number, process in enumerate(process for process in plan.processes if process.role == "trainer"):
+        if kept := published.rank + (0 if number else published.packed):
+            text = f"{_gib(kept)} of host memory for the weights published last (delta)"
+            texts[process.name] = f"{texts[process.name]}, {text}" if process.name in texts else text
     return texts
 
 
@@ -330,13 +343,14 @@ def memory_problems(
         text = f"checkpoints need {_gib(copied)} of host memory"
         text += f" besides the {_gib(needed)} of weights, gradients and optimiser" if needed else ""
         yield f"recover.async_save: {text}, {has}: set it to false"
-    published, of_server = published_bytes(config)
-    published += of_server * sum(
+    published = published_bytes(config)
+    servers = sum(
         process.role == "server" and bool(process.gpus) and process.host == ranks[0].host for process in plan.processes
     )
-    if needed <= host_bytes < needed + published:
-        who = "rank 0 and the servers beside it keep" if of_server else "rank 0 keeps"
-        text = f"{who} {_gib(published)} of published weights in host memory"
+    kept = published.rank * here + published.packed + published.server * servers
+    if needed <= host_bytes < needed + kept:
+        who = "trainer ranks and the servers beside them keep" if published.server else "trainer ranks keep"
+        text = f"{who} {_gib(kept)} of published weights in host memory"
         text += f" besides the {_gib(needed)} of weights, gradients and optimiser" if needed else ""
         yield f"actor.weight_update_mode: with delta {text}, {has}: use a mode without delta"
     if on_gpu and card_bytes is not None and memory.peak > card_bytes * CARD_SHARE:

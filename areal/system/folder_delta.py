@@ -144,6 +144,10 @@ class Piece(NamedTuple):
     width: int
 
 
+Change = tuple[str, Piece, bytes]
+"""A file, a piece of it that has changed, and its packed difference."""
+
+
 class _Block(NamedTuple):
     """A piece that has changed, and the place of its packed difference in the delta file."""
 
@@ -167,14 +171,14 @@ def words(content: _Bytes, width: int) -> Words:
     return content.view(f"<u{width}")
 
 
-def write_delta(target: Path, changes: Iterable[tuple[str, Piece, bytes]]) -> int:
+def write_delta(target: Path, changes: Iterable[Change]) -> int:
     """Write the packed differences of pieces of files; returns the size in bytes."""
     with open(target, "wb") as file:
         pack(file, changes)
         return file.tell()
 
 
-def pack(file: BinaryIO, changes: Iterable[tuple[str, Piece, bytes]]) -> None:
+def pack(file: BinaryIO, changes: Iterable[Change]) -> None:
     """Write a delta file."""
     blocks: dict[str, list[_Block]] = {}
     for name, piece, packed in changes:
@@ -182,6 +186,13 @@ def pack(file: BinaryIO, changes: Iterable[tuple[str, Piece, bytes]]) -> None:
         file.write(packed)
     listed = json.dumps(blocks).encode()
     file.writelines((listed, len(listed).to_bytes(8, "little")))
+
+
+def unpack(delta: memoryview) -> Iterator[Change]:
+    """The changes of a delta file that `pack` of another process of this run wrote."""
+    for name, blocks in _list_in(delta).items():
+        for piece, at, size in blocks:
+            yield name, piece, bytes(delta[at : at + size])
 
 
 def change(contents: Mapping[str, _Bytes], delta: memoryview) -> None:
@@ -192,9 +203,8 @@ def change(contents: Mapping[str, _Bytes], delta: memoryview) -> None:
         (begin, end, width), at, size = block
         apply(delta[at : at + size], words(content[begin:end], width))
 
-    end = len(delta) - 8
     try:
-        listed = _parsed(delta[end - int.from_bytes(delta[end:], "little") : end])
+        listed = _list_in(delta)
         with ThreadPoolExecutor(thread_name_prefix="delta") as pool:
             for name, blocks in listed.items():
                 for _ in pool.map(partial(make, contents[name]), blocks):
@@ -256,6 +266,11 @@ def _listed(delta: int) -> dict[str, list[_Block]]:
     if start < 0:
         raise ValueError("it is shorter than its list of files")
     return _parsed(_read(delta, start, end).data)
+
+
+def _list_in(delta: memoryview) -> dict[str, list[_Block]]:
+    end = len(delta) - 8
+    return _parsed(delta[end - int.from_bytes(delta[end:], "little") : end])
 
 
 def _parsed(listed: memoryview) -> dict[str, list[_Block]]:

@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import hashlib
 import http.client
+import itertools
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -163,6 +164,10 @@ class FolderList:
             raise InputError(f"a list of files cannot be read: {error}", code="weights.pull_failed") from error
         return made
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
@@ -196,8 +201,9 @@ KEPT = 2
 """Folders that stay: the newest, and the one before, which another server of this machine may still read."""
 
 
-def write_folder(files: Mapping[str, NDArray[np.uint8]], folder: Path) -> None:
-    """Write a complete folder with these files unless it is there. It does not survive a power failure."""
+def write_folder(files: Mapping[str, NDArray[np.uint8]], folder: Path, parts: Iterable[Path] = ()) -> None:
+    """Write a complete folder with these files, and those of the folders `parts`, which are moved, unless it is there.
+    It does not survive a power failure."""
     if is_complete(folder):
         return
     writing = writing_folder(folder)
@@ -205,7 +211,14 @@ def write_folder(files: Mapping[str, NDArray[np.uint8]], folder: Path) -> None:
     writing.mkdir()
     for name, data in files.items():
         data.tofile(writing / name)
+    for path in itertools.chain.from_iterable(map(files_in, parts)):
+        shutil.move(path, writing / path.name)
     publish_folder(writing, folder, sum_up=False, sync=False)
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The files of a folder, without those that areal adds."""
+    return [path for path in folder.iterdir() if path.name not in (COMPLETE, LIST)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -579,8 +592,7 @@ def _since(base: str, deltas: Mapping[str, str]) -> list[str]:
 
 def _read_folder(folder: Path) -> dict[str, NDArray[np.uint8]]:
     try:
-        paths = [path for path in folder.iterdir() if path.name not in (COMPLETE, LIST)]
-        return {path.name: np.fromfile(path, np.uint8) for path in paths}
+        return {path.name: np.fromfile(path, np.uint8) for path in files_in(folder)}
     except OSError as error:
         raise InputError(f"{folder} cannot be read: {error}", code="weights.bad_delta") from error
 
@@ -621,6 +633,20 @@ def _remove_old(root: Path, newest: Path, *, differences: bool = True) -> None:
     for path in paths:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def copied_folder(url: str, root: Path, token: str) -> Path:
+    """A copy of the folder that another process of the trainer offers at `url`, below `root`. WeightSyncError when the
+    transfer does not succeed; OSError when it cannot be written."""
+    name = FOLDER_NAME.fullmatch(urlsplit(url).path.removeprefix("/"))
+    assert name is not None
+    folder = root / name[0]
+    if not is_complete(folder):
+        try:
+            _Transfer([url], name, token).run(folder)
+        except RequestError as error:
+            raise WeightSyncError(str(error), code="weights.pull_failed") from error
+    return folder
 
 
 class _Transfer:

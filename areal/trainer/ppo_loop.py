@@ -606,8 +606,10 @@ def build_weight_channel(
         if context.weight_transport == "http":
             kind = HttpDeltaChannel if config.actor.sends_deltas else HttpChannel
             return kind(engine, ranks, client, host=context.host, model_folder=model)
-        kind = DiskDeltaChannel if config.actor.sends_deltas else DiskChannel
-        return kind(engine, ranks, client, RunPaths.of(config).weights, model_folder=model)
+        folder = RunPaths.of(config).weights
+        if config.actor.sends_deltas:
+            return DiskDeltaChannel(engine, ranks, client, folder, host=context.host, model_folder=model)
+        return DiskChannel(engine, ranks, client, folder, model_folder=model)
     servers, kind, timeout_s = config.allocation.inference, CollectiveChannel, UPDATE_TIMEOUT_S
     ranks_per_replica = servers.instance_size if servers else 1
     if config.actor.sends_deltas:

@@ -32,12 +32,13 @@ from areal.api.metrics import Metrics
 from areal.observe.log import get_logger
 from areal.server_side.areal_transfer.layout import widest_first
 from areal.system.folder_delta import pack
+from areal.system.folders import BLOCK_BYTES, FolderList
 from areal.system.network import Host, is_loopback, listen, required_token
 from areal.system.process import in_daemon_thread
 from areal.system.relay import MachineRelay
 from areal.weights.control import FleetControl, send_once, succeeded
+from areal.weights.published_weights import FULL_EVERY, PublishedWeights, sent_metrics
 from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store, serve_store
-from areal.weights.weight_image import FULL_EVERY, WeightImage, sent_metrics
 
 log = get_logger(__name__)
 
@@ -115,7 +116,7 @@ class CollectiveChannel:
                     self._has_failed = False
                 except Exception as failure:  # noqa: BLE001 - the other ranks must be notified before it is raised
                     error, self._has_failed = failure, True
-                    self.close()
+                    self._leave()
             if not succeeded(self._ranks, version, error, may_retry=self._attempts < MAX_ATTEMPTS):
                 self._attempt(version)
 
@@ -123,14 +124,15 @@ class CollectiveChannel:
         """Publish with the attempts that are left."""
         self._sent = None
         if (request := self._request) is not None:  # a server lost its weights before the version was waited for
-            self.close()
+            self._leave()
             wait([request], self._timeout_s)
             self._request = None
         while True:
             self._attempts += 1
             may_retry = self._attempts < MAX_ATTEMPTS
             send = partial(self._send, version)
-            checksum = send_once(self._engine, self._ranks, version, send, may_retry=may_retry)
+            weights = self._weights()
+            checksum = send_once(weights, self._ranks, version, send, may_retry=may_retry)
             if checksum is not None:
                 self._sent = version
                 return checksum
@@ -139,6 +141,10 @@ class CollectiveChannel:
         return {}
 
     def close(self) -> None:
+        """May be repeated."""
+        self._leave()
+
+    def _leave(self) -> None:
         """Leave the group; without one nothing happens."""
         group, self._group = self._group, None
         self._store = None
@@ -171,7 +177,7 @@ class CollectiveChannel:
             self._broadcast(self._group, weights, request.done)
             self._request = request
         except BaseException as failure:
-            self.close()  # replicas that wait for a broadcast fail now, so the request ends soon
+            self._leave()  # replicas that wait for a broadcast fail now, so the request ends soon
             self._has_failed = True
             if request is None:
                 raise
@@ -190,6 +196,10 @@ class CollectiveChannel:
             raise WeightSyncError(message, code="weights.update_ended")
         request.result()
 
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What an attempt sends."""
+        return self._engine.named_weights()
+
     def _planned(self, specs: list[WeightSpec]) -> list[list[WeightSpec]]:
         return plan_buckets(specs, self._bucket_bytes)
 
@@ -204,7 +214,7 @@ class CollectiveChannel:
         """Describe the update; opens a new store when the group must be formed again."""
         host = self._host
         if self._group is None or replicas != self._replicas:
-            self.close()
+            self._leave()
             # A new name excludes confusion with a group that a replica is still in. It is random and sent over
             # token-protected HTTP only: the store's keys cannot be guessed without it.
             group_name = f"weights-{uuid.uuid4().hex}"
@@ -313,12 +323,13 @@ class DeltaCollectiveChannel(CollectiveChannel):
     `FULL_EVERY`-th one, and whenever a replica joins or has failed.
     """
 
-    _image: WeightImage | None = None
-    """On rank 0 the weights that were taken last."""
+    _published: PublishedWeights | None = None
+    _is_kept = False
+    """The weights in `_published` are those of `_last`."""
     _last: tuple[int, str] = (-1, "")
-    """Their version, and its name with the checksum."""
-    _listed = ""
-    """The list of its files."""
+    """The version that was taken last, and on rank 0 its name with the checksum."""
+    _listed = FolderList(BLOCK_BYTES, [])
+    """On rank 0: of that version."""
     _deltas: Mapping[str, NDArray[np.uint8]] = MappingProxyType({})
     """Name of a version -> the difference to the next one, the last to `_image`."""
     _held: Mapping[str, str] = MappingProxyType({})
@@ -326,15 +337,44 @@ class DeltaCollectiveChannel(CollectiveChannel):
     _chain: Mapping[str, NDArray[np.uint8]] = MappingProxyType({})
     """The part of `_deltas` that is sent; empty: all weights."""
 
+    def publish(self, version: int) -> str:
+        published = self._take(version)
+        super().publish(version)
+        return published.checksum()  # while servers update
+
     def metrics(self) -> Metrics:
-        full = 0 if self._image is None else self._image.num_bytes
-        return sent_metrics(float(sum(map(len, self._chain.values())) or full), float(full), self._ranks)
+        sent = sum(map(len, self._chain.values())) or self._listed.num_bytes
+        return sent_metrics(float(sent), float(self._listed.num_bytes), self._ranks)
+
+    def close(self) -> None:
+        super().close()
+        if self._published is not None:
+            self._published.close()
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())  # `_take` has them
 
     def _planned(self, specs: list[WeightSpec]) -> list[list[WeightSpec]]:
         return [specs]
 
+    def _take(self, version: int) -> PublishedWeights:
+        """Take the weights of the engine; a collective."""
+        if (published := self._published) is None:
+            published = PublishedWeights(self._engine.weight_specs(), {}, self._ranks, self._host)
+            self._published = published
+        compare = self._is_kept and version != self._last[0] and version % FULL_EVERY != 0
+        self._is_kept, packed = False, BytesIO()
+        listed = published.replace(self._engine.named_weights(), partial(pack, packed), compare=compare)
+        base, name = self._last[1], listed.name(str(version))
+        self._is_kept, self._last, self._listed = True, (version, name), listed
+        if self._ranks.rank == 0 and name != base:
+            deltas = {**self._deltas, base: np.frombuffer(packed.getbuffer(), np.uint8)} if compare else {}
+            while len(deltas) > 1 and sum(map(len, deltas.values())) > _KEPT_SHARE * listed.num_bytes:
+                del deltas[next(iter(deltas))]
+            self._deltas = {} if sum(map(len, deltas.values())) >= listed.num_bytes else deltas
+        return published
+
     def _update_of(self, version: int, replicas: list[str], weights: Iterator[tuple[str, Tensor]]) -> WeightUpdate:
-        self._take(version, weights)
         held = {self._held.get(replica, "") for replica in replicas}
         bases = list(self._deltas)
         first = min(bases.index(base) for base in held) if held <= self._deltas.keys() else len(bases)
@@ -343,29 +383,15 @@ class DeltaCollectiveChannel(CollectiveChannel):
         self._held = {replica: base for replica, base in self._held.items() if replica not in replicas}
         update = super()._update_of(version, replicas, weights)
         sizes = {base: len(delta) for base, delta in self._chain.items()}
-        return replace(update, published=self._last[1], listed=self._listed, delta_bytes=sizes)
-
-    def _take(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> None:
-        (last, base), image, self._image = self._last, self._image, None
-        compares = image is not None and version != last and version % FULL_EVERY != 0
-        image = image or WeightImage(self._plan[0], {})
-        packed = BytesIO()
-        pack(packed, image.take(weights, compare=compares))
-        listed = image.seal()
-        name = listed.name(str(version))
-        if name != base:
-            deltas = {**self._deltas, base: np.frombuffer(packed.getbuffer(), np.uint8)} if compares else {}
-            while len(deltas) > 1 and sum(map(len, deltas.values())) > _KEPT_SHARE * image.num_bytes:
-                del deltas[next(iter(deltas))]
-            self._deltas = {} if sum(map(len, deltas.values())) >= image.num_bytes else deltas
-        self._image, self._last, self._listed = image, (version, name), listed.to_bytes().decode()
+        listed = self._listed.to_bytes().decode()
+        return replace(update, published=self._last[1], listed=listed, delta_bytes=sizes)
 
     def _broadcast(
         self, group: UpdateGroup, weights: Iterator[tuple[str, Tensor]], give_up: Callable[[], bool]
     ) -> None:
-        assert self._image is not None
+        assert self._published is not None
         device = torch.device("cuda" if self._backend == "nccl" else "cpu")
-        for content in (self._chain or self._image.contents).values():
+        for content in self._chain.values() or self._published.contents():
             group.broadcast_bytes(content, device, give_up)
 
     def _wait_until_served(self, request: Future[None], version: int) -> None:

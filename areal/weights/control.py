@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from areal.api.data import WeightUpdate
-from areal.api.engine import Ranks, WeightSource
+from areal.api.engine import Ranks
 from areal.api.errors import WeightSyncError
 from areal.observe.log import get_logger
 from areal.weights.weight_files import WeightsChecksum
@@ -34,7 +34,7 @@ class FleetControl(Protocol):
 
 
 def send_once(
-    engine: WeightSource,
+    weights: Iterator[tuple[str, Tensor]],
     ranks: Ranks,
     version: int,
     send: Callable[[Iterator[tuple[str, Tensor]]], None],
@@ -42,13 +42,13 @@ def send_once(
     may_retry: bool = False,
     sums: bool = True,
 ) -> str | None:
-    """One attempt: rank 0 calls `send` with the weights, the other ranks only gather them. A collective.
+    """One attempt: rank 0 calls `send` with the weights, the other ranks only iterate. A collective.
 
     Returns the checksum of the weights ("" on ranks above 0 and without `sums`), or None on every rank when `send`
     raised WeightSyncError and `may_retry` is set. Otherwise raises on every rank: the error of `send` on rank 0,
     WeightSyncError elsewhere.
     """
-    weights, checksum = engine.named_weights(), WeightsChecksum()
+    checksum = WeightsChecksum()
     error: Exception | None = None
     if ranks.rank == 0:
         weights = checksum.adding(weights) if sums else weights

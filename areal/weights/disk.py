@@ -25,12 +25,12 @@ from areal.api.errors import WeightSyncError
 from areal.api.metrics import Metrics
 from areal.observe.log import get_logger
 from areal.system.durable import finish_interrupted_writes, install_folder, publish_folder, writing_folder
-from areal.system.folder_delta import Piece, write_delta
+from areal.system.folder_delta import Change, write_delta
 from areal.system.folders import DELTA, DELTA_FILE, LIST, NEEDS_WHOLE, SHARED, FolderList, FolderServer, LocalFolder
 from areal.system.network import Host, required_token, store_prefix
 from areal.weights.control import FleetControl, send_once, succeeded
+from areal.weights.published_weights import FULL_EVERY, PublishedWeights, sent_metrics
 from areal.weights.weight_files import MAX_FILE_BYTES, write_weights
-from areal.weights.weight_image import FULL_EVERY, WeightImage, sent_metrics
 
 KEPT_VERSIONS = 2
 """Folders that stay: the current version, which a restarted replica loads, and the one before, which a slow replica may
@@ -44,8 +44,6 @@ class FolderChannel(WeightChannel):
 
     _syncs = True
     """Versions survive a power failure."""
-    _sums = True
-    """The checksum is computed while weights are sent."""
 
     def __init__(self, source: WeightSource | AdapterSource, ranks: Ranks, control: FleetControl, folder: Path) -> None:
         """`folder`: parent of the versions."""
@@ -63,7 +61,7 @@ class FolderChannel(WeightChannel):
             self._control.start_update(self._update)
 
         self._update = self._version = None
-        checksum = send_once(self._source, self._ranks, version, send, sums=self._sums)
+        checksum = send_once(self._source.named_weights(), self._ranks, version, send)
         self._version = version
         return checksum or ""
 
@@ -201,41 +199,65 @@ class HttpChannel(DiskChannel):
 class DeltaChannel(DiskChannel):
     """The base of the channels whose versions servers make from an earlier one where that takes fewer bytes.
 
-    The version before is kept in memory. The first version of a process, every `FULL_EVERY`-th one, one that is
-    published again, and a server that has no version since then, take whole weights.
+    The version before is kept in memory, by all ranks. The first version of a process, every `FULL_EVERY`-th one, one
+    that is published again, and a server that has no version since then, take whole weights.
     """
 
-    _image: WeightImage | None = None
-    """The weights of the version before."""
+    _published: PublishedWeights
+    _is_kept = False
+    """The weights in `_published` are those of `_last`."""
     _last: tuple[int, str] = (-1, "")
-    """Its number, and the name of its folder with the checksum."""
+    """The version before, and on rank 0 the name of its folder with the checksum."""
+    _listed: FolderList
+    """On rank 0: of the version that was taken last."""
     _deltas: Mapping[str, tuple[str, int]] = MappingProxyType({})
     """As `WeightUpdate.deltas`, with sizes in bytes."""
     _sent = (0.0, 0.0)
     """Bytes of the last version that a server with the version before copies, and of all its weights."""
-    _sums = False
 
     def publish(self, version: int) -> str:
-        super().publish(version)
-        return self._image.checksum() if self._image is not None else ""  # while servers update
+        self._update = self._version = None
+        difference = self._folder / f"{DELTA}{self._name(version)}"
+        # The difference of a version to itself would replace that to the version before.
+        is_whole = not self._is_kept or version == self._last[0] or version % FULL_EVERY == 0
+        size, problem = 0, None
+
+        def write(changes: Iterator[Change]) -> None:
+            nonlocal size
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if not self._last[1]:  # of an earlier process: later a server may be waiting for a folder that is written
+                finish_interrupted_writes(self._folder)
+            if not is_whole:
+                size = _write_delta(difference, changes)
+
+        def send(_: Iterator[tuple[str, Tensor]]) -> None:
+            with self._writes(version):
+                if problem is not None:
+                    raise problem
+                self._update = self._updated(version, difference, size, is_whole=is_whole)
+            self._control.start_update(self._update)
+
+        self._is_kept = False
+        try:
+            self._listed = self._published.replace(self._source.named_weights(), write, compare=not is_whole)
+        except OSError as error:
+            problem = error
+        send_once(iter(()), self._ranks, version, send, sums=False)
+        self._version, self._is_kept = version, True
+        self._last = version, self._listed.name(self._name(version))
+        return self._published.checksum()  # while servers update
 
     def metrics(self) -> Metrics:
         return sent_metrics(*self._sent, self._ranks)
 
-    def _store(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> WeightUpdate:
-        (last, base), image, self._image = self._last, self._image, None
-        # The difference of a version to itself would replace that to the version before.
-        is_whole = image is None or version == last or version % FULL_EVERY == 0
-        if not base:  # of an earlier process: later a server may be waiting for a folder that is being written
-            finish_interrupted_writes(self._folder)
-        if image is None:
-            image = WeightImage(self._source.weight_specs(), self._other_files)
-        folder = self._folder / self._name(version)
-        difference = folder.with_name(f"{DELTA}{folder.name}")
-        changes = image.take(weights, compare=not is_whole)
-        size = sum(1 for _ in changes) if is_whole else _write_delta(difference, changes)
-        listed, full = image.seal(), image.num_bytes
-        if (name := listed.name(folder.name)) == base:
+    def close(self) -> None:
+        super().close()
+        self._published.close()
+
+    def _updated(self, version: int, difference: Path, size: int, *, is_whole: bool) -> WeightUpdate:
+        """Offer the version that was taken. `size`: of the difference, unless it `is_whole`."""
+        base, full = self._last[1], self._listed.num_bytes
+        if self._listed.name(self._name(version)) == base:
             self._sent = 0.0, float(full)
         else:
             is_whole |= size >= full
@@ -243,12 +265,10 @@ class DeltaChannel(DiskChannel):
             self._sent = float(size if deltas else full), float(full)
             is_whole |= self._limit(deltas, full)
             self._deltas = deltas
-        update = self._offer_all(version, listed, image, is_whole=is_whole)
-        self._image, self._last = image, (version, name)
-        return update
+        return self._offer_all(version, is_whole=is_whole)
 
-    def _offer_all(self, version: int, listed: FolderList, image: WeightImage, *, is_whole: bool) -> WeightUpdate:
-        url = self._offer_version(self._folder / self._name(version), listed, image, is_whole=is_whole)
+    def _offer_all(self, version: int, *, is_whole: bool) -> WeightUpdate:
+        url = self._offer_version(self._folder / self._name(version), self._listed, is_whole=is_whole)
         deltas = {base: url for base, (url, _) in self._deltas.items()}
         return WeightUpdate(version=version, kind="http", path=url, deltas=deltas)
 
@@ -257,8 +277,8 @@ class DeltaChannel(DiskChannel):
         """The address at which servers find this folder from now on."""
 
     @abstractmethod
-    def _offer_version(self, folder: Path, listed: FolderList, image: WeightImage, *, is_whole: bool) -> str:
-        """The address of the version in `image`. `is_whole`: some servers may have no use for the differences."""
+    def _offer_version(self, folder: Path, listed: FolderList, *, is_whole: bool) -> str:
+        """The address of the version that was taken last. `is_whole`: some servers have no use for the differences."""
 
     @abstractmethod
     def _limit(self, deltas: dict[str, tuple[str, int]], full: int) -> bool:
@@ -269,15 +289,28 @@ class HttpDeltaChannel(DeltaChannel, HttpChannel):
     """A whole version is written to the disk of rank 0 only when a server asks for it, and not after the next one was
     taken: such a server gets that one."""
 
+    def __init__(
+        self,
+        engine: WeightSource,
+        ranks: Ranks,
+        control: FleetControl,
+        *,
+        host: Host,
+        model_folder: Path | None = None,
+    ) -> None:
+        """`host`: where this rank listens, how rank 0 reaches it, and how the servers reach rank 0."""
+        super().__init__(engine, ranks, control, host=host, model_folder=model_folder)
+        self._published = PublishedWeights(engine.weight_specs(), self._other_files, ranks, host)
+
     def _offer(self, difference: Path) -> str:
         assert self._server is not None, "only rank 0 writes versions"
         return self._server.offer(difference)
 
-    def _offer_version(self, folder: Path, listed: FolderList, image: WeightImage, *, is_whole: bool) -> str:
+    def _offer_version(self, folder: Path, listed: FolderList, *, is_whole: bool) -> str:
         assert self._server is not None, "only rank 0 writes versions"
         if listed.name(folder.name) != self._last[1]:
             shutil.rmtree(folder, ignore_errors=True)  # of the same version with other weights
-        return self._server.offer(folder, listed, partial(image.write, listed, folder))
+        return self._server.offer(folder, listed, partial(self._published.write, listed, folder))
 
     def _limit(self, deltas: dict[str, tuple[str, int]], full: int) -> bool:
         while sum(size for _, size in deltas.values()) >= full:
@@ -301,25 +334,39 @@ class DiskDeltaChannel(DeltaChannel):
     _whole = ""
     """The last version that was written whole."""
 
+    def __init__(
+        self,
+        engine: WeightSource,
+        ranks: Ranks,
+        control: FleetControl,
+        folder: Path,
+        *,
+        host: Host,
+        model_folder: Path | None = None,
+    ) -> None:
+        """`host`: where this rank listens and how rank 0 reaches it."""
+        super().__init__(engine, ranks, control, folder, model_folder=model_folder)
+        self._published = PublishedWeights(engine.weight_specs(), self._other_files, ranks, host)
+
     def _serve(self, update: WeightUpdate) -> None:
         try:
             super()._serve(update)
         except WeightSyncError as error:
-            if error.code not in NEEDS_WHOLE or self._image is None or self._whole == self._last[1]:
+            if error.code not in NEEDS_WHOLE or self._whole == self._last[1]:
                 raise
             get_logger(__name__).warning("version %d is written whole: %s", update.version, error)
             with self._writes(update.version):
-                update = self._offer_all(update.version, self._image.seal(), self._image, is_whole=True)
+                update = self._offer_all(update.version, is_whole=True)
             super()._serve(update)
 
     def _offer(self, difference: Path) -> str:
         return self._install(difference, FolderList.of(difference))
 
-    def _offer_version(self, folder: Path, listed: FolderList, image: WeightImage, *, is_whole: bool) -> str:
+    def _offer_version(self, folder: Path, listed: FolderList, *, is_whole: bool) -> str:
         writing, name = writing_folder(folder, "listed"), listed.name(folder.name)
         shutil.rmtree(writing, ignore_errors=True)
         if is_whole:
-            image.write(listed, writing)
+            self._published.write(listed, writing)
             self._whole = name  # servers with the version before take one difference, others the whole version
             self._deltas = dict(list(self._deltas.items())[-1:])
         else:
@@ -348,7 +395,7 @@ class DiskDeltaChannel(DeltaChannel):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _write_delta(folder: Path, changes: Iterable[tuple[str, Piece, bytes]]) -> int:
+def _write_delta(folder: Path, changes: Iterable[Change]) -> int:
     writing = writing_folder(folder)
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir()

@@ -45,11 +45,14 @@ class WeightsChecksum:
         shape = ",".join(map(str, weight.shape))
         self._sums[f"{name} {weight.dtype} [{shape}]"] = self._sum_of(weight)
 
+    def lines(self) -> list[str]:
+        """What `hexdigest` is computed from, by weight."""
+        sums = torch.stack([total.cpu() for total in self._sums.values()]).tolist() if self._sums else []
+        return [f"{label} {value}\n" for label, value in zip(self._sums, sums, strict=True)]
+
     def hexdigest(self) -> str:
         """Return the checksum of all weights added."""
-        sums = torch.stack([total.cpu() for total in self._sums.values()]).tolist() if self._sums else []
-        lines = sorted(f"{label} {value}\n" for label, value in zip(self._sums, sums, strict=True))
-        return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()
+        return digest_of(self.lines())
 
     def _sum_of(self, weight: Tensor) -> Tensor:
         words = weight.detach().contiguous().reshape(-1).view(_WORDS.get(weight.element_size(), torch.int32))
@@ -75,6 +78,11 @@ class WeightsChecksum:
         for name, weight in weights:
             self.add(name, weight)
             yield name, weight
+
+
+def digest_of(lines: Iterable[str]) -> str:
+    """The checksum of weights from `WeightsChecksum.lines`, in any order."""
+    return hashlib.blake2b("".join(sorted(lines)).encode(), digest_size=16).hexdigest()
 
 
 def checksum_of(engine: WeightSource, ranks: Ranks) -> str:
@@ -202,13 +210,13 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], max_file_
 
 
 def plan_files(
-    sizes: Mapping[str, int], num_writers: int, *, max_file_bytes: int = MAX_FILE_BYTES, min_bytes: int = 0
+    sizes: Mapping[str, int], num_writers: int, *, max_file_bytes: int = MAX_FILE_BYTES
 ) -> dict[str, list[str]]:
     """File -> its weights, of a checkpoint that several ranks write. `sizes`: bytes by name, in the order of writing.
 
-    Writer i writes files i, i + `num_writers`, ... `min_bytes`: of a file but the last; 0 = MIN_PART_BYTES.
+    Writer i writes files i, i + `num_writers`, ...
     """
-    limit = min(max_file_bytes, max(min_bytes or MIN_PART_BYTES, -(-sum(sizes.values()) // num_writers)))
+    limit = min(max_file_bytes, max(MIN_PART_BYTES, -(-sum(sizes.values()) // num_writers)))
     parts: list[list[str]] = [[]]
     num_bytes = 0
     for name, size in sizes.items():

@@ -1,12 +1,10 @@
-"""The weights that were published last, in memory, as the files of their folder."""
+"""Weights in memory as the files of their folder: all of them, or the part of one trainer rank."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,63 +12,61 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal.api.data import WeightSpec
-from areal.api.engine import Ranks
 from areal.api.errors import WeightSyncError
-from areal.api.metrics import Metric, Metrics
 from areal.models.checkpoint_files import INDEX
-from areal.system.folder_delta import Piece, encode, pieces, words
-from areal.system.folders import FolderList, write_folder
-from areal.weights.weight_files import MAX_FILE_BYTES, WeightsChecksum, content_of, index_of, layout, plan_files
+from areal.system.folder_delta import Change, Piece, encode, pieces, words
+from areal.system.folders import FolderList
+from areal.weights.weight_files import content_of, index_of, layout, plan_files
 
-FULL_EVERY = 50
-"""Every version with a multiple of this number is copied whole."""
+FILE_BYTES = 2**30
+"""Largest file with more than one weight. The files do not depend on the number of parts: a server has all of them."""
 _AHEAD = 64
 """Blocks that are compared before the first of them is used: the most whose differences are in memory."""
 
 
 class WeightImage:
-    """One thread calls `take` and `seal`, others `write`."""
+    """One thread calls `take`."""
 
-    def __init__(self, specs: Sequence[WeightSpec], others: Mapping[str, bytes]) -> None:
-        """`others`: the other files of the folder."""
-        tensors = {
+    def __init__(
+        self, specs: Sequence[WeightSpec], others: Mapping[str, bytes], *, part: int = 0, num_parts: int = 1
+    ) -> None:
+        """`others`: the other files of the folder. Part i of `num_parts` has the weight files i, i + `num_parts`, ...,
+        and part 0 also the others."""
+        self._expected = {
             spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs
         }
-        sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-        plan = plan_files(sizes, 1, min_bytes=MAX_FILE_BYTES)
+        sizes = {name: tensor.nbytes for name, tensor in self._expected.items()}
+        plan = plan_files(sizes, 1, max_file_bytes=FILE_BYTES)
         if len(plan) > 1:
             others = {**others, INDEX: index_of(plan, sizes)}
         self._files: dict[str, NDArray[np.uint8]] = {
-            name: np.frombuffer(bytearray(data), np.uint8) for name, data in others.items()
+            name: np.frombuffer(bytearray(data), np.uint8) for name, data in others.items() if part == 0
         }
-        self._places: dict[str, tuple[str, int, Tensor]] = {}
-        """Name of a weight -> its file, where it begins there, and its shape and dtype."""
-        for file, names in plan.items():
-            header, places = layout({name: tensors[name] for name in names})
+        self._places: dict[str, tuple[str, int]] = {}
+        """Name of a weight of this part -> its file, and where it begins there."""
+        for file in list(plan)[part::num_parts]:
+            header, places = layout({name: self._expected[name] for name in plan[file]})
             content = np.empty(max((end for _, end in places.values()), default=len(header)), np.uint8)
             content[: len(header)] = np.frombuffer(header, np.uint8)
             self._files[file] = content
-            self._places |= {name: (file, begin, tensors[name]) for name, (begin, _) in places.items()}
-        self._lock = threading.Lock()
-        self._sealed: FolderList | None = None
-        """Of the weights that `write` can write."""
+            self._places |= {name: (file, begin) for name, (begin, _) in places.items()}
 
-    def take(self, weights: Iterator[tuple[str, Tensor]], *, compare: bool) -> Iterator[tuple[str, Piece, bytes]]:
-        """Replace all weights. With `compare` it yields the file, the place and the difference of each block that has
-        changed. WeightSyncError, after which the image is of no version, when they are other weights."""
-        with self._lock:
-            self._sealed = None
+    def take(self, weights: Iterator[tuple[str, Tensor]], *, compare: bool) -> Iterator[Change]:
+        """Replace all weights of this part; reads all `weights`. With `compare` it yields each block that has changed.
+        WeightSyncError, after which the image is of no version, when they are other weights than `specs`."""
         waiting: deque[tuple[str, Piece, Future[bytes]]] = deque()
-        missing = set(self._places)
+        missing = set(self._expected)
         with ThreadPoolExecutor(thread_name_prefix="delta") as pool:
             for name, weight in weights:
-                file, begin, expected = self._places.get(name, ("", 0, weight))
-                if not file or (weight.shape, weight.dtype) != (expected.shape, expected.dtype):
+                expected = self._expected.get(name)
+                if expected is None or (weight.shape, weight.dtype) != (expected.shape, expected.dtype):
                     what = f"{name} {weight.dtype} {list(weight.shape)}"
                     message = f"the engine yielded {what}, which its weight_specs lack"
                     raise WeightSyncError(message, code="weights.unexpected")
                 missing.discard(name)
-                content = content_of(weight)
+                if name not in self._places:
+                    continue
+                (file, begin), content = self._places[name], content_of(weight)
                 for piece in pieces(begin, begin + len(content), weight.element_size()):
                     old = self._files[file][piece.begin : piece.end]
                     new = content[piece.begin - begin : piece.end - begin]
@@ -82,21 +78,14 @@ class WeightImage:
         if missing:
             raise WeightSyncError(f"the engine yielded no {min(missing)}", code="weights.unexpected")
 
-    def seal(self) -> FolderList:
-        """After `take`: the list of the folder."""
-        self._sealed = FolderList.of_contents({name: data.data for name, data in self._files.items()})
-        return self._sealed
-
-    def checksum(self) -> str:
-        """After `take`: the checksum of the weights."""
-        sums = WeightsChecksum()
-        for name, weight in self.weights():
-            sums.add(name, weight)
-        return sums.hexdigest()
+    def listed(self) -> FolderList:
+        """The list of the files. It reads all of them."""
+        return FolderList.of_contents({name: data.data for name, data in self._files.items()})
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights, as tensors over the bytes of this image."""
-        for name, (file, begin, expected) in self._places.items():
+        """The weights of this part, as tensors over the bytes of this image."""
+        for name, (file, begin) in self._places.items():
+            expected = self._expected[name]
             content = torch.from_numpy(self._files[file][begin : begin + expected.nbytes])
             yield name, content.view(expected.dtype).view(expected.shape)
 
@@ -104,25 +93,6 @@ class WeightImage:
     def contents(self) -> Mapping[str, NDArray[np.uint8]]:
         """The files, in the order of their names."""
         return dict(sorted(self._files.items()))
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self._files.values()))
-
-    def write(self, sealed: FolderList, folder: Path) -> None:
-        """Write the folder unless it is there; nothing when newer weights were taken since `seal` returned `sealed`."""
-        with self._lock:
-            if self._sealed is sealed:
-                write_folder(self._files, folder)
-
-
-def sent_metrics(sent: float, full: float, ranks: Ranks) -> Metrics:
-    """Of an update by differences. `sent`, `full`: bytes for a server with the version before, and of all weights."""
-    count = float(ranks.rank == 0)
-    return {
-        "update_weights/bytes": Metric(sent, count),
-        "update_weights/share_of_full": Metric(sent / max(full, 1.0), count),
-    }
 
 
 def _replace(old: NDArray[np.uint8], new: NDArray[np.uint8], width: int) -> bytes:
@@ -132,6 +102,6 @@ def _replace(old: NDArray[np.uint8], new: NDArray[np.uint8], width: int) -> byte
     return packed
 
 
-def _changed(file: str, piece: Piece, packed: Future[bytes]) -> Iterator[tuple[str, Piece, bytes]]:
+def _changed(file: str, piece: Piece, packed: Future[bytes]) -> Iterator[Change]:
     if data := packed.result():
         yield file, piece, data

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,6 +32,10 @@ def on_four_ranks(mesh: TrainerMesh, folder: Path) -> dict[str, object]:
         "ranks": [mesh.rank, mesh.world_size, engine.dp_rank, engine.dp_size],
         "sums": [mesh.all_reduce(one).item(), engine.all_reduce(one).item()],
         "max": engine.all_reduce(one * mesh.rank, "max").item(),
+        "gathered": [
+            [content.tolist() for content in ranks.gather(np.full(mesh.rank + 1, mesh.rank, np.uint8))]
+            for ranks in (mesh, mesh.for_thread())
+        ],
     }
     metrics = train(engine, share, loss_fn=policy_loss)
     facts["grad_norm"] = metrics["grad_norm"].value
@@ -76,6 +81,7 @@ def test_reductions_are_over_data_parallel_ranks(folder, rank):
     assert facts["ranks"] == [rank, 4, rank // 2, 2]
     assert facts["sums"] == [4.0, 2.0]
     assert facts["max"] == 2.0 + rank % 2  # ranks 0 and 2, or 1 and 3
+    assert facts["gathered"] == [[[1] * 2, [2] * 3, [3] * 4] if rank == 0 else []] * 2
 
 
 @pytest.mark.parametrize("rank", range(DIMS.world_size))

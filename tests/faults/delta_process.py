@@ -142,7 +142,7 @@ def train(kind: str, seed: int) -> None:
     if kind.startswith("http"):
         channel: Any = HttpDeltaChannel(*common, host=Host())
     elif kind.startswith("disk"):
-        channel = DiskDeltaChannel(*common, Path(os.environ["TMPDIR"]).parent / "shared")
+        channel = DiskDeltaChannel(*common, Path(os.environ["TMPDIR"]).parent / "shared", host=Host())
     else:
         channel = DeltaCollectiveChannel(*common, bucket_bytes=0, backend="gloo", timeout_s=LIMIT_S)
     for line in sys.stdin:

@@ -117,8 +117,11 @@ def assert_has(server: Any, model: nn.Module, version: int) -> None:
 
 
 def receivers() -> list[psutil.Process]:
-    command = list(broadcasts.COMMAND)
-    return [child for child in psutil.Process().children() if child.cmdline() == command]
+    command, running = list(broadcasts.COMMAND), list[psutil.Process]()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            running += [child] if child.cmdline() == command else []
+    return running
 
 
 async def test_the_servers_load_what_their_hosts_receive(hosts: HostedKit, machine: Path) -> None:

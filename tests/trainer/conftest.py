@@ -32,6 +32,13 @@ class RankGroup:
         self._barrier.wait()
         return {"sum": stacked.sum(0), "max": stacked.amax(0), "min": stacked.amin(0)}[op]
 
+    def gather(self, rank, content):
+        self._slots[rank] = content
+        self._barrier.wait()
+        contents = self._slots[1:] if rank == 0 else []
+        self._barrier.wait()
+        return contents
+
     def run(self, function):
         """Call function(rank) on every rank; the results in order."""
         with ThreadPoolExecutor(self.size) as pool:

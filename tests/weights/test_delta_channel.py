@@ -20,6 +20,7 @@ from areal.system.folders import FolderPuller
 from areal.system.network import TOKEN_VARIABLE, Host
 from areal.weights import disk
 from areal.weights.disk import DeltaChannel, DiskChannel, DiskDeltaChannel, HttpDeltaChannel
+from areal.weights.published_weights import PublishedWeights
 from areal.weights.weight_files import checksum_of
 from tests.expect import raises_code, serve
 from tests.fake_ranks import FakeRanks
@@ -136,7 +137,7 @@ def setup(
 def new_channel(engine: FixedTrainer, machines: Machines, kind: str = "http", rank: int = 0) -> DeltaChannel:
     if kind == "http":
         return HttpDeltaChannel(engine, FakeRanks(rank), machines, host=Host())  # type: ignore[arg-type]
-    return DiskDeltaChannel(engine, FakeRanks(rank), machines, machines.all[0].folder.parent / "shared")  # type: ignore[arg-type]
+    return DiskDeltaChannel(engine, FakeRanks(rank), machines, machines.all[0].folder.parent / "shared", host=Host())  # type: ignore[arg-type]
 
 
 over_http = pytest.mark.parametrize("setup", ["http", "http in memory"], indirect=True)
@@ -365,7 +366,7 @@ def test_whole_weights_for_a_server_with_a_damaged_copy_that_cannot_be_written_a
     copy.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     step(setup.engine.model)
     with monkeypatch.context() as patch:
-        patch.setattr(disk.WeightImage, "write", lambda *args: tmp_path.read_bytes())
+        patch.setattr(PublishedWeights, "write", lambda *args: tmp_path.read_bytes())
         with raises_code("weights.not_written", "version 2"):
             setup.update(2)
     assert not copy.exists(), "no second attempt begins with it"

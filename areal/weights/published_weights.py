@@ -1,0 +1,173 @@
+"""The weights that the trainer published last, in the host memory of its ranks, for differences.
+
+Each rank keeps a part of the files (see `WeightImage`), compares it and sums it up. Rank 0 has the list of all files;
+when it needs those of the other ranks, it copies them over HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from io import BytesIO
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from areal.api.data import WeightSpec
+from areal.api.engine import Ranks
+from areal.api.metrics import Metric, Metrics
+from areal.system.durable import is_complete
+from areal.system.folder_delta import Change, pack, unpack
+from areal.system.folders import (
+    FolderList,
+    FolderServer,
+    ListedFile,
+    LocalFolder,
+    copied_folder,
+    files_in,
+    write_folder,
+)
+from areal.system.network import Host, required_token, store_prefix
+from areal.weights.weight_files import WeightsChecksum, digest_of
+from areal.weights.weight_image import WeightImage
+
+FULL_EVERY = 50
+"""Every version with a multiple of this number is copied whole."""
+
+
+class PublishedWeights:
+    """The trainer ranks call `replace` and `checksum`, both collectives. Other threads of rank 0 may call `write`."""
+
+    def __init__(self, specs: list[WeightSpec], others: Mapping[str, bytes], ranks: Ranks, host: Host) -> None:
+        """`others`: the other files of the folder. `host`: where this rank listens and how rank 0 reaches it."""
+        self._ranks = ranks
+        self._image = WeightImage(specs, others, part=ranks.rank, num_parts=ranks.world_size)
+        self._lock = threading.Lock()
+        self._listed: FolderList | None = None
+        """On rank 0 of all files, elsewhere of those of this rank; None while `replace` runs."""
+        self._urls: list[str] = []
+        """On rank 0: of the files of the other ranks."""
+        self._num_replaced = 0
+        self._local: LocalFolder | None = None
+        self._server: FolderServer | None = None
+        if ranks.world_size > 1:
+            self._token = required_token("the weights of the trainer ranks")
+            self._local = LocalFolder(f"{store_prefix(self._token, 'weights of a rank')[:24]}-{ranks.rank}")
+            if ranks.rank > 0:
+                self._server = FolderServer(host, self._token)
+
+    def replace(
+        self, weights: Iterator[tuple[str, Tensor]], write: Callable[[Iterator[Change]], None], *, compare: bool
+    ) -> FolderList:
+        """Take all `weights`. On rank 0 `write` gets the blocks of all ranks that have changed; none unless `compare`.
+
+        Returns the list of the files on rank 0, elsewhere of those of this rank. Raises an OSError of `write` when all
+        is taken, and WeightSyncError on all ranks when they are other weights: then these are of no version.
+        """
+        with self._lock:
+            self._listed = None
+        changes, problem = self._image.take(weights, compare=compare), None
+        if self._ranks.rank == 0:
+            every = chain(changes, self._changes_elsewhere())
+            try:
+                write(every)
+            except OSError as error:
+                problem = error
+            for _ in every:  # the other ranks send the rest
+                pass
+        else:
+            packed = BytesIO()
+            pack(packed, changes)
+            self._ranks.gather(np.frombuffer(packed.getbuffer(), np.uint8))
+        listed = self._list()
+        if problem is not None:
+            raise problem
+        return listed
+
+    def _changes_elsewhere(self) -> Iterator[Change]:
+        for packed in self._ranks.gather(np.empty(0, np.uint8)):
+            yield from unpack(packed.data)
+
+    def _list(self) -> FolderList:
+        """Sum up the files of this rank and offer them; rank 0 joins the lists of all ranks."""
+        self._listed, url = self._image.listed(), ""
+        if self._server is not None and self._local is not None:
+            self._num_replaced += 1
+            folder = self._local.path / f"part_{self._num_replaced}"
+            url = self._server.offer(folder, self._listed, partial(self.write, self._listed, folder))
+            shutil.rmtree(folder.with_name(f"part_{self._num_replaced - 1}"), ignore_errors=True)
+        offer = json.dumps({"url": url, "files": [asdict(file) for file in self._listed.files]})
+        offers = [json.loads(bytes(each)) for each in self._ranks.gather(_array(offer))]
+        self._urls = [each["url"] for each in offers]
+        if offers:
+            files = [*self._listed.files, *(ListedFile(**file) for each in offers for file in each["files"])]
+            self._listed = FolderList(self._listed.block_bytes, sorted(files, key=lambda file: file.name))
+        return self._listed
+
+    def checksum(self) -> str:
+        """The checksum of the weights on rank 0, "" elsewhere."""
+        sums = WeightsChecksum()
+        for name, weight in self._image.weights():
+            sums.add(name, weight)
+        lines = sums.lines()
+        for each in self._ranks.gather(_array(json.dumps(lines))):
+            lines += json.loads(bytes(each))
+        return digest_of(lines) if self._ranks.rank == 0 else ""
+
+    def write(self, listed: FolderList, folder: Path) -> None:
+        """Write the folder unless it is there; nothing when newer weights were taken since `replace` returned `listed`.
+        WeightSyncError when the files of another rank cannot be copied; OSError."""
+        with self._lock:
+            if self._listed is listed and not is_complete(folder):
+                with self._copied_parts() as parts:
+                    write_folder(self._image.contents, folder, parts)
+
+    def contents(self) -> Iterator[NDArray[np.uint8]]:
+        """On rank 0 the files in the order of their names. Raises what `write` raises."""
+        assert self._listed is not None
+        files = self._image.contents
+        with self._copied_parts() as parts:
+            copies = {path.name: path for part in parts for path in files_in(part)}
+            for name in (file.name for file in self._listed.files):
+                yield files[name] if name in files else np.fromfile(copies[name], np.uint8)
+
+    @contextlib.contextmanager
+    def _copied_parts(self) -> Iterator[list[Path]]:
+        """Copies of the files of the other ranks, a folder for each."""
+        parts: list[Path] = []
+        try:
+            for url in self._urls:
+                assert self._local is not None
+                parts.append(copied_folder(url, self._local.path, self._token))
+            yield parts
+        finally:
+            for part in parts:
+                shutil.rmtree(part, ignore_errors=True)
+
+    def close(self) -> None:
+        """May be repeated."""
+        if self._server is not None:
+            self._server.close()
+        if self._local is not None:
+            self._local.close()
+
+
+def sent_metrics(sent: float, full: float, ranks: Ranks) -> Metrics:
+    """Of an update by differences. `sent`, `full`: bytes for a server with the version before, and of all weights."""
+    count = float(ranks.rank == 0)
+    return {
+        "update_weights/bytes": Metric(sent, count),
+        "update_weights/share_of_full": Metric(sent / max(full, 1.0), count),
+    }
+
+
+def _array(text: str) -> NDArray[np.uint8]:
+    return np.frombuffer(bytearray(text.encode()), np.uint8)
