@@ -44,7 +44,7 @@ FULL_EVERY = 50
 
 
 class PublishedWeights:
-    """The trainer ranks call `replace` and `checksum`, both collectives. Other threads of rank 0 may call `write`."""
+    """The trainer ranks call `replace` and `checksum`, both collectives. Other threads may call `write`."""
 
     def __init__(self, specs: list[WeightSpec], others: Mapping[str, bytes], ranks: Ranks, host: Host) -> None:
         """`others`: the other files of the folder. `host`: where this rank listens and how rank 0 reaches it."""
@@ -99,14 +99,14 @@ class PublishedWeights:
     def _list(self) -> FolderList:
         """Sum up the files of this rank and offer them; rank 0 joins the lists of all ranks."""
         self._listed, url = self._image.listed(), ""
-        if self._server is not None and self._local is not None:
+        if self._server is not None and self._local is not None and self._listed.files:
             self._num_replaced += 1
             folder = self._local.path / f"part_{self._num_replaced}"
             url = self._server.offer(folder, self._listed, partial(self.write, self._listed, folder))
             shutil.rmtree(folder.with_name(f"part_{self._num_replaced - 1}"), ignore_errors=True)
         offer = json.dumps({"url": url, "files": [asdict(file) for file in self._listed.files]})
         offers = [json.loads(bytes(each)) for each in self._ranks.gather(_array(offer))]
-        self._urls = [each["url"] for each in offers]
+        self._urls = [each["url"] for each in offers if each["url"]]
         if offers:
             files = [*self._listed.files, *(ListedFile(**file) for each in offers for file in each["files"])]
             self._listed = FolderList(self._listed.block_bytes, sorted(files, key=lambda file: file.name))
