@@ -36,7 +36,7 @@ from areal.system.folders import (
     write_folder,
 )
 from areal.system.network import Host, required_token, store_prefix
-from areal.weights.weight_files import WeightsChecksum, digest_of
+from areal.weights.weight_files import WeightsChecksum
 from areal.weights.weight_image import WeightImage
 
 FULL_EVERY = 50
@@ -117,10 +117,9 @@ class PublishedWeights:
         sums = WeightsChecksum()
         for name, weight in self._image.weights():
             sums.add(name, weight)
-        lines = sums.lines()
-        for each in self._ranks.gather(_array(json.dumps(lines))):
-            lines += json.loads(bytes(each))
-        return digest_of(lines) if self._ranks.rank == 0 else ""
+        for totals in self._ranks.gather(_array(json.dumps(sums.totals()))):
+            sums.merge(json.loads(bytes(totals)))
+        return sums.hexdigest() if self._ranks.rank == 0 else ""
 
     def write(self, listed: FolderList, folder: Path) -> None:
         """Write the folder unless it is there; nothing when newer weights were taken since `replace` returned `listed`.

@@ -45,14 +45,19 @@ class WeightsChecksum:
         shape = ",".join(map(str, weight.shape))
         self._sums[f"{name} {weight.dtype} [{shape}]"] = self._sum_of(weight)
 
-    def lines(self) -> list[str]:
-        """What `hexdigest` is computed from, by weight."""
-        sums = torch.stack([total.cpu() for total in self._sums.values()]).tolist() if self._sums else []
-        return [f"{label} {value}\n" for label, value in zip(self._sums, sums, strict=True)]
+    def totals(self) -> dict[str, int]:
+        """The sum of each weight added, for `merge` in another process."""
+        return {label: int(total) for label, total in self._sums.items()}
+
+    def merge(self, totals: Mapping[str, int]) -> None:
+        """Add the weights of another process."""
+        self._sums |= {label: torch.tensor(total) for label, total in totals.items()}
 
     def hexdigest(self) -> str:
         """Return the checksum of all weights added."""
-        return digest_of(self.lines())
+        sums = torch.stack([total.cpu() for total in self._sums.values()]).tolist() if self._sums else []
+        lines = sorted(f"{label} {value}\n" for label, value in zip(self._sums, sums, strict=True))
+        return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()
 
     def _sum_of(self, weight: Tensor) -> Tensor:
         words = weight.detach().contiguous().reshape(-1).view(_WORDS.get(weight.element_size(), torch.int32))
@@ -78,11 +83,6 @@ class WeightsChecksum:
         for name, weight in weights:
             self.add(name, weight)
             yield name, weight
-
-
-def digest_of(lines: Iterable[str]) -> str:
-    """The checksum of weights from `WeightsChecksum.lines`, in any order."""
-    return hashlib.blake2b("".join(sorted(lines)).encode(), digest_size=16).hexdigest()
 
 
 def checksum_of(engine: WeightSource, ranks: Ranks) -> str:

@@ -264,7 +264,7 @@ async def test_differences_over_a_disk_and_a_collective_bring_the_same_weights(
     fleet = await native.fleet(2, schedule_policy="round_robin")
     engine = FixedTrainer(make_model(1))
     common: tuple[Any, ...] = engine, FakeRanks(), FleetControl(fleet)
-    disk = DiskDeltaChannel(*common, tmp_path / "shared")
+    disk = DiskDeltaChannel(*common, tmp_path / "shared", host=Host())
     collective = DeltaCollectiveChannel(*common, bucket_bytes=0, backend="gloo", timeout_s=200)
     shares: list[float] = []
     for version, channel in enumerate((disk, disk, collective, collective), start=1):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from areal.api.errors import ArealError
 from areal.system.folders import FolderPuller, LocalFolder
+from areal.system.network import Host
 from areal.weights.disk import DiskDeltaChannel
 from tests.expect import serve
 from tests.fake_ranks import FakeRanks
@@ -72,7 +73,7 @@ async def test_a_server_with_a_damaged_copy_gets_the_weights_without_it(
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
         await kit.server(index)
     fleet, engine = await kit.fleet(num_servers), FixedTrainer(large_model())
-    channel = DiskDeltaChannel(engine, FakeRanks(), FleetControl(fleet), tmp_path / "shared")
+    channel = DiskDeltaChannel(engine, FakeRanks(), FleetControl(fleet), tmp_path / "shared", host=Host())
     await asyncio.to_thread(serve, channel, 1)
     server = kit.servers[0]
     server.damage()
