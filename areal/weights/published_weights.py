@@ -160,11 +160,12 @@ class PublishedWeights:
 
 
 def sent_metrics(sent: float, full: float, ranks: Ranks) -> Metrics:
-    """Of an update by differences. `sent`, `full`: bytes for a server with the version before, and of all weights."""
+    """Of an update by differences. `sent`, `full`: bytes for a server with the version before, and of all weights, on
+    rank 0, which alone counts."""
     count = float(ranks.rank == 0)
     return {
-        "update_weights/bytes": Metric(sent, count),
-        "update_weights/share_of_full": Metric(sent / max(full, 1.0), count),
+        "update_weights/bytes": Metric(sent * count, count),
+        "update_weights/share_of_full": Metric(sent * count / max(full, 1.0), count),
     }
 
 

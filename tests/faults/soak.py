@@ -1,7 +1,7 @@
 """Kills a run of the quickstart again and again, by a seeded schedule, and proves that nothing was lost.
 
     make test-faults [SEED=0] [KILLS=100] [ARGS='--mode disk'] [ARGS='--cluster ssh|ray|slurm']
-    python -m tests.faults.soak --seed 0 [--kills 30] [--mode xccl|disk] [--folder runs/faults]
+    python -m tests.faults.soak --seed 0 [--kills 30] [--mode xccl|disk|delta|...] [--folder runs/faults]
 
 Two servers and two trainer ranks, as on a machine with four GPUs but on the CPU. Half of the faults hit runs with
 weights over the collective, of which the first must solve the task; the others hit shorter runs with weights over disk.
@@ -42,6 +42,7 @@ LIMIT_S = 3600.0
 LIMIT_PER_FAULT_S = 120.0
 """The time limit of a soak with many faults."""
 MODES = ("xccl", "disk")
+OTHER_MODES = ("http", "delta", "delta_disk", "delta_xccl")
 SECOND_LEG_STEPS = 60
 QUICKSTART = "examples/quickstart"
 
@@ -74,7 +75,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="decides about the whole schedule")
     parser.add_argument("--kills", type=int, default=30, help="how many faults, at least 2")
     parser.add_argument("--folder", type=Path, default=Path("runs/faults"), help="emptied before; kept on failure")
-    parser.add_argument("--mode", choices=(*MODES, "http"), help="only runs with this weight_update_mode")
+    parser.add_argument("--mode", choices=(*MODES, *OTHER_MODES), help="only runs with this weight_update_mode")
     parser.add_argument("--cluster", choices=LAUNCHERS, help="three nodes on this machine, with this launcher")
     args = parser.parse_args()
     folder = args.folder.absolute() / f"seed-{args.seed}"

@@ -194,7 +194,7 @@ class Broadcasts:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("kind", "num_updates", "num_kills"), [("collective", 60, 12), ("hosted", 20, 4)])
+@pytest.mark.parametrize(("kind", "num_updates", "num_kills"), [("collective", 200, 30), ("hosted", 60, 12)])
 def test_after_broadcast_updates_and_kills_all_checksums_are_equal(
     processes: list[Process], tmp_path: Path, kind: str, num_updates: int, num_kills: int
 ) -> None:

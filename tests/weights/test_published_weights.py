@@ -63,6 +63,11 @@ class Ranked:
         assert published is not None
         return published
 
+    def assert_rank_0_counts(self) -> None:
+        """The metrics of all ranks are added."""
+        for channel in self.channels[1:]:
+            assert {(metric.total, metric.count) for metric in channel.metrics().values()} == {(0.0, 0.0)}
+
     def close(self) -> None:
         for channel in self.channels:
             channel.close()
@@ -119,7 +124,7 @@ def test_each_rank_keeps_a_part_and_servers_get_all(setup: Setup) -> None:
     names = [name for part in parts for name in part]
     assert sorted(names) == sorted(spec.name for spec in setup.engine.weight_specs())
     assert all(parts)
-    assert [channel.metrics()["update_weights/bytes"].count for channel in setup.ranked.channels] == [1.0, 0.0, 0.0]
+    setup.ranked.assert_rank_0_counts()
 
 
 def test_a_server_that_joins_gets_the_files_of_all_ranks(setup: Setup) -> None:
@@ -200,6 +205,7 @@ def test_three_ranks_broadcast_all_weights_and_then_differences(small_files: Non
         step(engine.model)
     assert [share == 1.0 for share in shares] == [True, False, False, True, False]
     assert fleet.codes == []
+    ranked.assert_rank_0_counts()
     assert {each.num_gathered for each in engines} == {5 * len(engine.weight_specs())}, "once for each version"
     ranked.close()
     for receiver in fleet.receivers.values():
