@@ -49,7 +49,8 @@ def prepare(fileroot: Path) -> None:
 def rows_of(run: Path) -> list[dict[str, Any]]:
     """The metrics of the steps to be measured."""
     with suppress(FileNotFoundError):
-        rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be incomplete
         return [row for row in rows if "seconds/step" in row and row["step"] >= _FIRST_STEP]
     return []
 
