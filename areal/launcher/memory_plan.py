@@ -15,6 +15,7 @@ from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
 from areal.api.config.train import ALL_LINEAR, DEFAULT_TOKENS_PER_MB, FLOAT8_MULTIPLE, LoRAConfig, is_target
 from areal.fleet.native import state_problems
 from areal.launcher.job import LaunchPlan, num_shards
+from areal.models.checkpoint_files import PUBLISHED_FILE_BYTES
 from areal.models.model_shape import ModelShape
 from areal.models.vision_layout import FAMILIES, read_vision_layout
 
@@ -23,8 +24,6 @@ LIBRARY_BYTES = 2**29
 CARD_SHARE = 0.95
 """The rest is for the CUDA context and fragments."""
 _PINNED = 1.5  # Torch rounds each piece of memory that a GPU copies to up to a power of two bytes.
-_PART_FILE_BYTES = 2**30
-"""`areal.weights.weight_image.FILE_BYTES`; that module imports torch."""
 _BLOCK_LOGITS = {True: 2**26, False: 2**22}
 """The rank has a GPU -> logits that the head computes at a time (`areal.engine.linear_logprobs`)."""
 
@@ -270,22 +269,24 @@ def _accumulates(config: BaseExperimentConfig, tokens: int) -> bool:
 class PublishedBytes(NamedTuple):
     """Host memory for the weights that were published last (actor.weight_update_mode=delta...)."""
 
-    rank: int = 0
-    """Of each trainer rank: a part of the weights, and with several ranks the differences of as many."""
-    packed: int = 0
-    """Of rank 0 besides: differences for a collective stay in memory, in all at most as large as the weights."""
-    server: int = 0
+    ranks: list[int]
+    """Of each trainer rank: the files that it keeps, with several ranks as much again for their differences, and on
+    rank 0 the differences for a collective, in all at most as large as the weights."""
+    server: int
     """Of a native server on a GPU."""
 
 
 def published_bytes(config: BaseExperimentConfig) -> PublishedBytes:
+    ranks = config.allocation.num_train_ranks
     if not isinstance(config, PPOConfig) or not config.actor.sends_deltas:
-        return PublishedBytes()
-    shape, ranks = ModelShape.read(config.actor.path), config.allocation.train[0].parallel.world_size
+        return PublishedBytes([0] * ranks, 0)
+    shape = ModelShape.read(config.actor.path)
     size = 0 if shape is None else shape.parameters * (2 if config.actor.dtype == "bfloat16" else 4)
-    part = min(size, max(size // ranks, _PART_FILE_BYTES))
-    packed = size if config.actor.weight_update_mode == "delta_xccl" else 0
-    return PublishedBytes(part * min(ranks, 2), packed, size if config.server_backend == "native" else 0)
+    whole, rest = divmod(size, PUBLISHED_FILE_BYTES)
+    files = [PUBLISHED_FILE_BYTES] * whole + [rest]
+    kept = [sum(files[rank::ranks]) * min(ranks, 2) for rank in range(ranks)]
+    kept[0] += size if config.actor.weight_update_mode == "delta_xccl" else 0
+    return PublishedBytes(kept, size if config.server_backend == "native" else 0)
 
 
 def memory_texts(config: BaseExperimentConfig, plan: LaunchPlan) -> dict[str, str]:
@@ -304,11 +305,11 @@ def memory_texts(config: BaseExperimentConfig, plan: LaunchPlan) -> dict[str, st
             size = _gib(memory.activations * 1000 // tokens)
             each = f"{size} for 1,000 tokens of a micro-batch (at most {tokens:,}{once})"
             texts[process.name] = f"about {_gib(held)} in all and {each}"
-    published = published_bytes(config)
-    for number, process in enumerate(process for process in plan.processes if process.role == "trainer"):
-        if kept := published.rank + (0 if number else published.packed):
+    trainers = (process.name for process in plan.processes if process.role == "trainer")
+    for name, kept in zip(trainers, published_bytes(config).ranks, strict=True):
+        if kept:
             text = f"{_gib(kept)} of host memory for the weights published last (delta)"
-            texts[process.name] = f"{texts[process.name]}, {text}" if process.name in texts else text
+            texts[name] = f"{texts[name]}, {text}" if name in texts else text
     return texts
 
 
@@ -343,11 +344,11 @@ def memory_problems(
         text = f"checkpoints need {_gib(copied)} of host memory"
         text += f" besides the {_gib(needed)} of weights, gradients and optimiser" if needed else ""
         yield f"recover.async_save: {text}, {has}: set it to false"
-    published = published_bytes(config)
-    servers = sum(
-        process.role == "server" and bool(process.gpus) and process.host == ranks[0].host for process in plan.processes
+    published, first = published_bytes(config), ranks[0].host
+    kept = sum(size for process, size in zip(ranks, published.ranks, strict=True) if process.host == first)
+    kept += published.server * sum(
+        process.role == "server" and bool(process.gpus) and process.host == first for process in plan.processes
     )
-    kept = published.rank * here + published.packed + published.server * servers
     if needed <= host_bytes < needed + kept:
         who = "trainer ranks and the servers beside them keep" if published.server else "trainer ranks keep"
         text = f"{who} {_gib(kept)} of published weights in host memory"

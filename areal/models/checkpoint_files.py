@@ -48,6 +48,9 @@ def cached_hub_file(name: str, file: str) -> Path | None:
 
 
 INDEX = "model.safetensors.index.json"
+PUBLISHED_FILE_BYTES = 2**30
+"""Largest file with more than one weight of a version that trainer ranks keep together. The files do not depend on the
+number of ranks: a server, which keeps all of them, has the same."""
 _MAX_HEADER_BYTES = 100 * 2**20  # the limit of safetensors
 _DAMAGED = (OSError, ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError)
 """What reading an unreadable or malformed file raises."""

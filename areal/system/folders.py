@@ -202,8 +202,8 @@ KEPT = 2
 
 
 def write_folder(files: Mapping[str, NDArray[np.uint8]], folder: Path, parts: Iterable[Path] = ()) -> None:
-    """Write a complete folder with these files, and those of the folders `parts`, which are moved, unless it is there.
-    It does not survive a power failure."""
+    """Unless it is there, write a complete folder with these files and those of the folders `parts`. It does not
+    survive a power failure."""
     if is_complete(folder):
         return
     writing = writing_folder(folder)
@@ -212,7 +212,7 @@ def write_folder(files: Mapping[str, NDArray[np.uint8]], folder: Path, parts: It
     for name, data in files.items():
         data.tofile(writing / name)
     for path in itertools.chain.from_iterable(map(files_in, parts)):
-        shutil.move(path, writing / path.name)
+        shutil.copyfile(path, writing / path.name)
     publish_folder(writing, folder, sum_up=False, sync=False)
 
 

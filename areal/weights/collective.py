@@ -169,7 +169,7 @@ class CollectiveChannel:
             replicas = self._wait_for_replicas(version)
             if not replicas:
                 return
-            update = self._update_of(version, replicas, weights)
+            update = self._update_of(version, replicas)
             request = in_daemon_thread(partial(self._control.publish, update), f"publish version {version}")
             if self._group is None:
                 self._group = self._join(request, update)
@@ -210,7 +210,7 @@ class CollectiveChannel:
         for bucket in self._plan:
             group.broadcast(self._fill(bucket, weights), give_up)
 
-    def _update_of(self, version: int, replicas: list[str], weights: Iterator[tuple[str, Tensor]]) -> WeightUpdate:
+    def _update_of(self, version: int, replicas: list[str]) -> WeightUpdate:
         """Describe the update; opens a new store when the group must be formed again."""
         host = self._host
         if self._group is None or replicas != self._replicas:
@@ -331,11 +331,13 @@ class DeltaCollectiveChannel(CollectiveChannel):
     _listed = FolderList(BLOCK_BYTES, [])
     """On rank 0: of that version."""
     _deltas: Mapping[str, NDArray[np.uint8]] = MappingProxyType({})
-    """Name of a version -> the difference to the next one, the last to `_image`."""
+    """Name of a version -> the difference to the next one, the last to `_published`."""
     _held: Mapping[str, str] = MappingProxyType({})
     """Replica -> name of the version that it has."""
     _chain: Mapping[str, NDArray[np.uint8]] = MappingProxyType({})
     """The part of `_deltas` that is sent; empty: all weights."""
+    _contents: Iterator[NDArray[np.uint8]] = iter(())
+    """What the attempt broadcasts."""
 
     def publish(self, version: int) -> str:
         published = self._take(version)
@@ -374,14 +376,17 @@ class DeltaCollectiveChannel(CollectiveChannel):
             self._deltas = {} if sum(map(len, deltas.values())) >= listed.num_bytes else deltas
         return published
 
-    def _update_of(self, version: int, replicas: list[str], weights: Iterator[tuple[str, Tensor]]) -> WeightUpdate:
+    def _update_of(self, version: int, replicas: list[str]) -> WeightUpdate:
+        assert self._published is not None
         held = {self._held.get(replica, "") for replica in replicas}
         bases = list(self._deltas)
         first = min(bases.index(base) for base in held) if held <= self._deltas.keys() else len(bases)
         self._chain = {base: self._deltas[base] for base in bases[first:]}
+        # Copied now: later the servers wait.
+        self._contents = iter(self._chain.values()) if self._chain else self._published.contents()
         # Until they have the version, no difference fits these replicas.
         self._held = {replica: base for replica, base in self._held.items() if replica not in replicas}
-        update = super()._update_of(version, replicas, weights)
+        update = super()._update_of(version, replicas)
         sizes = {base: len(delta) for base, delta in self._chain.items()}
         listed = self._listed.to_bytes().decode()
         return replace(update, published=self._last[1], listed=listed, delta_bytes=sizes)
@@ -389,9 +394,8 @@ class DeltaCollectiveChannel(CollectiveChannel):
     def _broadcast(
         self, group: UpdateGroup, weights: Iterator[tuple[str, Tensor]], give_up: Callable[[], bool]
     ) -> None:
-        assert self._published is not None
         device = torch.device("cuda" if self._backend == "nccl" else "cpu")
-        for content in self._chain.values() or self._published.contents():
+        for content in self._contents:
             group.broadcast_bytes(content, device, give_up)
 
     def _wait_until_served(self, request: Future[None], version: int) -> None:

@@ -40,18 +40,17 @@ def send_once(
     send: Callable[[Iterator[tuple[str, Tensor]]], None],
     *,
     may_retry: bool = False,
-    sums: bool = True,
 ) -> str | None:
     """One attempt: rank 0 calls `send` with the weights, the other ranks only iterate. A collective.
 
-    Returns the checksum of the weights ("" on ranks above 0 and without `sums`), or None on every rank when `send`
+    Returns the checksum of the weights ("" on ranks above 0), or None on every rank when `send`
     raised WeightSyncError and `may_retry` is set. Otherwise raises on every rank: the error of `send` on rank 0,
     WeightSyncError elsewhere.
     """
     checksum = WeightsChecksum()
     error: Exception | None = None
     if ranks.rank == 0:
-        weights = checksum.adding(weights) if sums else weights
+        weights = checksum.adding(weights)
         try:
             send(weights)
         except Exception as failure:  # noqa: BLE001 - the other ranks must be notified before it is raised
@@ -60,7 +59,7 @@ def send_once(
         pass
     if not succeeded(ranks, version, error, may_retry=may_retry):
         return None
-    return checksum.hexdigest() if sums and ranks.rank == 0 else ""
+    return checksum.hexdigest() if ranks.rank == 0 else ""
 
 
 def succeeded(ranks: Ranks, version: int, error: Exception | None, *, may_retry: bool = False) -> bool:

@@ -199,8 +199,8 @@ class HttpChannel(DiskChannel):
 class DeltaChannel(DiskChannel):
     """The base of the channels whose versions servers make from an earlier one where that takes fewer bytes.
 
-    The version before is kept in memory, by all ranks. The first version of a process, every `FULL_EVERY`-th one, one
-    that is published again, and a server that has no version since then, take whole weights.
+    Each rank keeps a part of the version before in memory. The first version of a process, every `FULL_EVERY`-th one,
+    one that is published again, and a server that has no version since then, take whole weights.
     """
 
     _published: PublishedWeights
@@ -242,7 +242,7 @@ class DeltaChannel(DiskChannel):
             self._listed = self._published.replace(self._source.named_weights(), write, compare=not is_whole)
         except OSError as error:
             problem = error
-        send_once(iter(()), self._ranks, version, send, sums=False)
+        send_once(iter(()), self._ranks, version, send)
         self._version, self._is_kept = version, True
         self._last = version, self._listed.name(self._name(version))
         return self._published.checksum()  # while servers update

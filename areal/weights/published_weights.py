@@ -6,11 +6,12 @@ when it needs those of the other ranks, it copies them over HTTP.
 
 from __future__ import annotations
 
-import contextlib
 import json
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from io import BytesIO
@@ -60,8 +61,9 @@ class PublishedWeights:
         self._server: FolderServer | None = None
         if ranks.world_size > 1:
             self._token = required_token("the weights of the trainer ranks")
-            self._local = LocalFolder(f"{store_prefix(self._token, 'weights of a rank')[:24]}-{ranks.rank}")
-            if ranks.rank > 0:
+            # Random: the folder of a rank that was killed has the same names for other weights.
+            self._local = LocalFolder(f"{store_prefix(self._token, 'parts')[:24]}-{secrets.token_hex(4)}")
+            if ranks.rank > 0 and self._image.contents:
                 self._server = FolderServer(host, self._token)
 
     def replace(
@@ -70,10 +72,10 @@ class PublishedWeights:
         """Take all `weights`. On rank 0 `write` gets the blocks of all ranks that have changed; none unless `compare`.
 
         Returns the list of the files on rank 0, elsewhere of those of this rank. Raises an OSError of `write` when all
-        is taken, and WeightSyncError on all ranks when they are other weights: then these are of no version.
+        is taken, and WeightSyncError on all ranks when the engine has other weights: then the kept ones are of no
+        version.
         """
-        with self._lock:
-            self._listed = None
+        self._forget()
         changes, problem = self._image.take(weights, compare=compare), None
         if self._ranks.rank == 0:
             every = chain(changes, self._changes_elsewhere())
@@ -92,6 +94,13 @@ class PublishedWeights:
             raise problem
         return listed
 
+    def _forget(self) -> None:
+        """Copies of what was replaced, whole or not, go too."""
+        with self._lock:  # no thread writes now, and none begins
+            self._listed = None
+            for path in self._local.path.iterdir() if self._local else ():
+                shutil.rmtree(path, ignore_errors=True)
+
     def _changes_elsewhere(self) -> Iterator[Change]:
         for packed in self._ranks.gather(np.empty(0, np.uint8)):
             yield from unpack(packed.data)
@@ -99,11 +108,10 @@ class PublishedWeights:
     def _list(self) -> FolderList:
         """Sum up the files of this rank and offer them; rank 0 joins the lists of all ranks."""
         self._listed, url = self._image.listed(), ""
-        if self._server is not None and self._local is not None and self._listed.files:
+        if self._server is not None and self._local is not None:
             self._num_replaced += 1
             folder = self._local.path / f"part_{self._num_replaced}"
             url = self._server.offer(folder, self._listed, partial(self.write, self._listed, folder))
-            shutil.rmtree(folder.with_name(f"part_{self._num_replaced - 1}"), ignore_errors=True)
         offer = json.dumps({"url": url, "files": [asdict(file) for file in self._listed.files]})
         offers = [json.loads(bytes(each)) for each in self._ranks.gather(_array(offer))]
         self._urls = [each["url"] for each in offers if each["url"]]
@@ -126,33 +134,26 @@ class PublishedWeights:
         WeightSyncError when the files of another rank cannot be copied; OSError."""
         with self._lock:
             if self._listed is listed and not is_complete(folder):
-                with self._copied_parts() as parts:
-                    write_folder(self._image.contents, folder, parts)
+                write_folder(self._image.contents, folder, self._copied_parts())
 
     def contents(self) -> Iterator[NDArray[np.uint8]]:
-        """On rank 0 the files in the order of their names. Raises what `write` raises."""
+        """On rank 0 the files in the order of their names, after all were copied. Raises what `write` raises."""
         assert self._listed is not None
         files = self._image.contents
-        with self._copied_parts() as parts:
-            copies = {path.name: path for part in parts for path in files_in(part)}
-            for name in (file.name for file in self._listed.files):
-                yield files[name] if name in files else np.fromfile(copies[name], np.uint8)
+        copies = {path.name: path for part in self._copied_parts() for path in files_in(part)}
+        names = [file.name for file in self._listed.files]
+        return (files[name] if name in files else np.fromfile(copies[name], np.uint8) for name in names)
 
-    @contextlib.contextmanager
-    def _copied_parts(self) -> Iterator[list[Path]]:
-        """Copies of the files of the other ranks, a folder for each."""
-        parts: list[Path] = []
-        try:
-            for url in self._urls:
-                assert self._local is not None
-                parts.append(copied_folder(url, self._local.path, self._token))
-            yield parts
-        finally:
-            for part in parts:
-                shutil.rmtree(part, ignore_errors=True)
+    def _copied_parts(self) -> list[Path]:
+        """Copies of the files of the other ranks, a folder for each. They stay until `replace`."""
+        if self._local is None or not self._urls:
+            return []
+        with ThreadPoolExecutor(len(self._urls), thread_name_prefix="parts") as pool:
+            return list(pool.map(partial(copied_folder, root=self._local.path, token=self._token), self._urls))
 
     def close(self) -> None:
         """May be repeated."""
+        self._forget()
         if self._server is not None:
             self._server.close()
         if self._local is not None:

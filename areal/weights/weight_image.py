@@ -13,13 +13,11 @@ from torch import Tensor
 
 from areal.api.data import WeightSpec
 from areal.api.errors import WeightSyncError
-from areal.models.checkpoint_files import INDEX
+from areal.models.checkpoint_files import INDEX, PUBLISHED_FILE_BYTES
 from areal.system.folder_delta import Change, Piece, encode, pieces, words
 from areal.system.folders import FolderList
 from areal.weights.weight_files import content_of, index_of, layout, plan_files
 
-FILE_BYTES = 2**30
-"""Largest file with more than one weight. The files do not depend on the number of parts: a server has all of them."""
 _AHEAD = 64
 """Blocks that are compared before the first of them is used: the most whose differences are in memory."""
 
@@ -36,7 +34,7 @@ class WeightImage:
             spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs
         }
         sizes = {name: tensor.nbytes for name, tensor in self._expected.items()}
-        plan = plan_files(sizes, 1, max_file_bytes=FILE_BYTES)
+        plan = plan_files(sizes, 1, max_file_bytes=PUBLISHED_FILE_BYTES)
         if len(plan) > 1:
             others = {**others, INDEX: index_of(plan, sizes)}
         self._files: dict[str, NDArray[np.uint8]] = {

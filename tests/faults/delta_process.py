@@ -33,10 +33,13 @@ from areal.inference.weight_update import ServedWeights
 from areal.system import folders
 from areal.system.folders import FolderPuller
 from areal.system.network import TOKEN_VARIABLE, Host
+from areal.weights import weight_image
 from areal.weights.collective import DeltaCollectiveChannel
 from areal.weights.disk import DiskDeltaChannel, HttpDeltaChannel
 from areal.weights.weight_files import WeightsChecksum
+from tests.expect import serve
 from tests.fake_ranks import FakeRanks
+from tests.trainer.conftest import RankGroup
 
 LIMIT_S = 60.0
 BROADCAST = ("collective", "hosted")
@@ -137,24 +140,28 @@ class Noted:
 
 
 def train(kind: str, seed: int) -> None:
-    model, control, operations = Model(seed), Noted(), Operations(calls=kind in BROADCAST)
-    common: tuple[Any, ...] = (model, FakeRanks(), control)
-    if kind.startswith("http"):
-        channel: Any = HttpDeltaChannel(*common, host=Host())
-    elif kind.startswith("disk"):
-        channel = DiskDeltaChannel(*common, Path(os.environ["TMPDIR"]).parent / "shared", host=Host())
-    else:
-        channel = DeltaCollectiveChannel(*common, bucket_bytes=0, backend="gloo", timeout_s=LIMIT_S)
+    """Ranks are threads: killed together, as a launcher ends them."""
+    model, control, operations = Model(seed), Noted(), Operations(calls=kind.partition("-")[0] in BROADCAST)
+
+    def channel_of(rank: int) -> Any:
+        common: tuple[Any, ...] = (model, FakeRanks(rank, group if group.size > 1 else None), control)
+        if kind.startswith("http"):
+            return HttpDeltaChannel(*common, host=Host())
+        if kind.startswith("disk"):
+            return DiskDeltaChannel(*common, Path(os.environ["TMPDIR"]).parent / "shared", host=Host())
+        return DeltaCollectiveChannel(*common, bucket_bytes=0, backend="gloo", timeout_s=LIMIT_S)
+
+    group = RankGroup(2 if kind.endswith("ranks") else 1)
+    channels = group.run(channel_of)
     for line in sys.stdin:
         command = json.loads(line)
         model.advance(command["version"])
         control.lacking = command.get("replicas", [])
         operations.start(command["kill_at"])
-        channel.publish(command["version"])
-        channel.wait_served()
+        group.run(lambda rank: serve(channels[rank], command["version"]))  # noqa: B023 - it ends before the next command
         update = control.update or WeightUpdate(version=command["version"], kind="collective")
         answer = {"url": update.path, "deltas": update.deltas, "num_operations": operations.count}
-        answer["bytes"] = channel.metrics()["update_weights/bytes"].value
+        answer["bytes"] = channels[0].metrics()["update_weights/bytes"].value
         print(json.dumps(answer), flush=True)  # noqa: T201
 
 
@@ -203,7 +210,7 @@ async def host(seed: int) -> None:
         print(json.dumps({**answer, "num_operations": operations.count}), flush=True)  # noqa: T201
 
 
-def serve(seed: int, *, in_memory: bool) -> None:
+def pull(seed: int, *, in_memory: bool) -> None:
     model, operations, copied = Model(seed), Operations(), list[int]()
     served, puller = ServedWeights(model), FolderPuller(os.environ[TOKEN_VARIABLE], {}, in_memory=in_memory)
     run = folders._Transfer.run
@@ -237,12 +244,14 @@ def serve(seed: int, *, in_memory: bool) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     _, role, kind, seed = sys.argv
+    if kind.endswith("ranks"):
+        weight_image.PUBLISHED_FILE_BYTES = 1  # each rank has one of the two weights
     print("ready", flush=True)  # noqa: T201
     if role == "trainer":
         train(kind, int(seed))
-    elif kind == "collective":
+    elif kind.startswith("collective"):
         receive(int(seed))
-    elif kind == "hosted":
+    elif kind.startswith("hosted"):
         asyncio.run(host(int(seed)))
     else:
-        serve(int(seed), in_memory=kind.endswith("memory"))
+        pull(int(seed), in_memory=kind.endswith("memory"))

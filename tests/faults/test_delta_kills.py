@@ -107,7 +107,7 @@ def processes(tmp_path: Path, kind: str) -> Iterator[list[Process]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", ["http", "disk", "http-memory", "disk-memory"])
+@pytest.mark.parametrize("kind", ["http", "disk", "http-memory", "disk-memory", "http-ranks", "disk-ranks"])
 def test_after_200_updates_and_30_kills_all_checksums_are_equal(
     processes: list[Process], tmp_path: Path, kind: str
 ) -> None:
@@ -194,7 +194,10 @@ class Broadcasts:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("kind", "num_updates", "num_kills"), [("collective", 200, 30), ("hosted", 60, 12)])
+@pytest.mark.parametrize(
+    ("kind", "num_updates", "num_kills"),
+    [("collective", 200, 30), ("collective-ranks", 60, 12), ("hosted", 60, 12), ("hosted-ranks", 20, 4)],
+)
 def test_after_broadcast_updates_and_kills_all_checksums_are_equal(
     processes: list[Process], tmp_path: Path, kind: str, num_updates: int, num_kills: int
 ) -> None:

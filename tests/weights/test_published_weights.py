@@ -93,7 +93,7 @@ def small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each weight of the model is in another file."""
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(weight_image, "FILE_BYTES", 1)
+    monkeypatch.setattr(weight_image, "PUBLISHED_FILE_BYTES", 1)
     monkeypatch.setattr(folders, "_FIRST_PAUSE_S", 0.0)
 
 
@@ -137,7 +137,7 @@ def test_a_server_that_joins_gets_the_files_of_all_ranks(setup: Setup) -> None:
     step(setup.engine.model)
     assert setup.update(4) < 0.02
     assert [machine.problems for machine in setup.machines.all] == [[""] * 4, [""] * 2]
-    assert not list(setup.folder.glob("areal-*/*/part_*-*")), "rank 0 keeps no copies of the other parts"
+    assert not list(setup.folder.glob("areal-*/*/*part_*")), "no files of parts stay after the next version"
 
 
 def test_changes_of_one_rank_alone_are_sent(setup: Setup) -> None:
@@ -156,7 +156,7 @@ def test_all_ranks_raise_when_rank_0_cannot_write_and_then_send_whole_weights(
     setup.update(1)
     step(setup.engine.model)
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "write_delta", lambda *args: tmp_path.read_bytes())
+        patch.setattr(disk, "write_delta", lambda _, changes: next(changes) and tmp_path.read_bytes())
         assert setup.ranked.errors(2) == ["weights.not_written", *["weights.not_published"] * (SIZE - 1)]
     assert setup.update(2) == 1.0
     step(setup.engine.model)
@@ -186,6 +186,9 @@ def test_a_part_that_another_rank_no_longer_has_is_an_error(setup: Setup, tmp_pa
         published.write(listed, tmp_path / "version")
     published.write(folders.FolderList(1, []), tmp_path / "version")
     assert not (tmp_path / "version").exists(), "newer weights were taken"
+    step(setup.engine.model)
+    setup.update(3)
+    assert not list(tmp_path.glob("areal-*/*/*part_*")), "nor what was not copied to its end"
 
 
 def test_three_ranks_broadcast_all_weights_and_then_differences(small_files: None) -> None:
@@ -234,6 +237,7 @@ def test_a_broadcast_that_fails_is_tried_again_without_another_pass_over_the_wei
 
     monkeypatch.setattr(PublishedWeights, "contents", failing)
     ranked.serve(1)
+    assert failures == []
     assert_same(trained, model)
     assert {each.num_gathered for each in engines} == {len(engines[0].weight_specs())}
     ranked.close()
@@ -244,7 +248,7 @@ def test_a_broadcast_that_fails_is_tried_again_without_another_pass_over_the_wei
 def publish_on(mesh: TrainerMesh, folder: Path) -> list[float]:
     """What each of two processes does: five versions, and a server that joins before the fourth."""
     os.environ[TOKEN_VARIABLE] = "secret"
-    tempfile.tempdir, weight_image.FILE_BYTES = str(folder), 1
+    tempfile.tempdir, weight_image.PUBLISHED_FILE_BYTES = str(folder), 1
     engine = FixedTrainer(large_model())
     machines = Machines([Machine(folder / "one")] if mesh.rank == 0 else [])
     channel = HttpDeltaChannel(engine, mesh, machines, host=Host())
