@@ -78,7 +78,7 @@ def measured(fileroot: Path, steps: int, staleness: int) -> dict[str, float]:
     while process.poll() is None:
         time.sleep(0.1)
         rows = rows_of(run)
-        if rows and rows[-1]["step"] >= (_FIRST_STEP, steps - 2)[min(len(seen), 1)] and len(seen) < 2:
+        if rows and rows[-1]["step"] >= (_FIRST_STEP, steps - 5)[min(len(seen), 1)] and len(seen) < 2:
             seen.append((rows[-1]["step"], cpu_s(psutil.Process(process.pid))))
     if process.returncode:
         raise SystemExit(f"the run {run} has failed")
