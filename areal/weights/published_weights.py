@@ -95,8 +95,8 @@ class PublishedWeights:
         return listed
 
     def _forget(self) -> None:
-        """Copies of what was replaced, whole or not, go too."""
-        with self._lock:  # no thread writes now, and none begins
+        """Refuse to write what is replaced now, and remove the copies of it, whole or not."""
+        with self._lock:  # no thread writes meanwhile
             self._listed = None
             for path in self._local.path.iterdir() if self._local else ():
                 shutil.rmtree(path, ignore_errors=True)
@@ -156,8 +156,9 @@ class PublishedWeights:
         self._forget()
         if self._server is not None:
             self._server.close()
-        if self._local is not None:
-            self._local.close()
+        local, self._local = self._local, None
+        if local is not None:
+            local.close()
 
 
 def sent_metrics(sent: float, full: float, ranks: Ranks) -> Metrics:

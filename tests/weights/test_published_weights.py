@@ -109,7 +109,8 @@ def setup(request: pytest.FixtureRequest, tmp_path: Path, small_files: None) -> 
 
     made = Setup(engine, Ranked(make), machines, tmp_path)
     yield made
-    made.ranked.close()
+    for _ in range(2):
+        made.ranked.close()
     for machine in machines.all:
         machine.puller.close()
 
