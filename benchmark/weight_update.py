@@ -424,8 +424,9 @@ def with_deltas(size: str, rates: list[float], args: argparse.Namespace) -> list
                 engine.forward_backward(batch, _loss, denominator=2.0 * TRAINED_TOKENS)
                 engine.optimizer_step()
 
-            for _ in range(STEPS_BEFORE):
+            for step in range(STEPS_BEFORE):
                 train()
+                print(f"lr {rate:g}, step {step + 1} of {STEPS_BEFORE} before the updates", file=sys.stderr)
             kinds = ("delta",) if results["full"] else ("delta", "full")
             results["delta"] = []
             with (
@@ -448,6 +449,8 @@ def with_deltas(size: str, rates: list[float], args: argparse.Namespace) -> list
                         train()
                         version += 1
                         result, num_tokens = one_update(channel, control, source, stream, version, num_tokens)
+                        seconds = f"{result['publish_s']:.3g} s"
+                        print(f"lr {rate:g}, {kind}, update {number} of {args.updates}: {seconds}", file=sys.stderr)
                         if number:
                             results[kind].append(result)
         full, delta = medians(results["full"]), medians(results["delta"])
