@@ -1,5 +1,5 @@
-"""Finds terms that have another name in this project, and variables with a name that says nothing; prints each with its
-file and line. Run by `make lint`; the exit code is 1 if there is one.
+"""Finds terms that have another name in this project, and variables with a name that says nothing; prints each
+with its file and line. Run by `make lint`; the exit code is 1 if there is one.
 
 docs/README.md has the terms of the project, CONTRIBUTING.md the style.
 """
@@ -46,18 +46,21 @@ def sources() -> Iterator[Path]:
     yield from (ROOT / page for page in PAGES)
 
 
-def findings(path: Path) -> Iterator[str]:
+def terms(path: Path) -> Iterator[str]:
     text = path.read_text(encoding="utf-8")
     for pattern, use in PATTERNS.items():
         for match in pattern.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
             yield f"{path.relative_to(ROOT)}:{line}: {match[0]!r}: write instead: {use}"
-    for line, name in variables(text) if path.suffix == ".py" else ():
+
+
+def nameless(path: Path) -> Iterator[str]:
+    for line, name in names(path.read_text(encoding="utf-8")):
         if name in NAMELESS:
             yield f"{path.relative_to(ROOT)}:{line}: {name!r}: name the variable after what it holds"
 
 
-def variables(text: str) -> Iterator[tuple[int, str]]:
+def names(text: str) -> Iterator[tuple[int, str]]:
     """Line and name of each assignment and parameter."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -67,7 +70,9 @@ def variables(text: str) -> Iterator[tuple[int, str]]:
 
 
 def main() -> int:
-    lines = [line for path in sources() for line in findings(path)]
+    lines = [line for path in sources() for line in terms(path)]
+    code = [path for path in sources() if path.suffix == ".py"] + sorted((ROOT / "tests").rglob("*.py"))
+    lines += [line for path in code for line in nameless(path)]
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 1 if lines else 0
 

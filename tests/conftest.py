@@ -147,6 +147,6 @@ def _steady_loop(limit_s: float) -> Callable[[], SteadyLoop]:
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Callable[[], Any]]:
     """The event loop of every async test."""
     mark = item.get_closest_marker("timeout")
-    given = config.getoption("timeout")
-    limit_s = float(mark.args[0] if mark else config.getini("timeout") if given is None else given)
+    inputs = config.getoption("timeout")
+    limit_s = float(mark.args[0] if mark else config.getini("timeout") if inputs is None else inputs)
     return {"steady": _steady_loop(limit_s or math.inf)}

@@ -25,10 +25,10 @@ def in_order(text: str, *values: object) -> bool:
     """Whether `text` contains all values, one after another."""
     position = 0
     for value in values:
-        found = text.find(str(value), position)
-        if found < 0:
+        result = text.find(str(value), position)
+        if result < 0:
             return False
-        position = found + len(str(value))
+        position = result + len(str(value))
     return True
 
 

@@ -116,7 +116,7 @@ benchmark: {warmup_steps: 1, steps: 1}
 
 def commands() -> list[str]:
     """Every command of the pages, once."""
-    found: dict[str, None] = {}
+    result: dict[str, None] = {}
     for page in PAGES:
         variables: dict[str, str] = {}
         for text in blocks(page, "bash", "sh", "console"):
@@ -128,11 +128,11 @@ def commands() -> list[str]:
                 words = [word for word in shlex.split(line, comments=True) if word not in ("&", "...")]
                 for name, value in variables.items():
                     words = [word.replace(f"${name}", value) for word in words]
-                if len(words) == 1 and (given := re.fullmatch(r"(\w+)=(.*)", words[0])):
-                    variables[given[1]] = given[2]
+                if len(words) == 1 and (inputs := re.fullmatch(r"(\w+)=(.*)", words[0])):
+                    variables[inputs[1]] = inputs[2]
                 elif words:
-                    found[shlex.join(words)] = None
-    return list(found)
+                    result[shlex.join(words)] = None
+    return list(result)
 
 
 def begins(line: str, table: dict) -> str:
@@ -141,12 +141,12 @@ def begins(line: str, table: dict) -> str:
 
 
 def cases() -> list:
-    found = []
+    result = []
     for line in commands():
         name = (areal_words(shlex.split(line)) or [""])[0]
         is_slow = name in SLOW or "--attach" in line or line == "areal config RUN" or "launcher.logs" in line
-        found.append(pytest.param(line, marks=[pytest.mark.slow] if is_slow else [], id=line))
-    return found
+        result.append(pytest.param(line, marks=[pytest.mark.slow] if is_slow else [], id=line))
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -255,16 +255,16 @@ def with_inputs(place: Path, monkeypatch) -> None:
         complete(request.config, place)
         return launch(request, Machines() if request.dry_run else cluster)
 
-    def submitted(requests, *given, **named):
+    def submitted(requests, *inputs, **named):
         complete(requests[0].config, place)
-        return submit(requests, *given, **named)
+        return submit(requests, *inputs, **named)
 
     for module in (local, ray, ssh):
         monkeypatch.setattr(module, "launch", started)
     monkeypatch.setattr(slurm, "submit", submitted)
     monkeypatch.setattr(local, "tried_row", lambda config: TriedRow())  # a process each
     monkeypatch.setattr(local, "reward_notice", lambda config: "")
-    monkeypatch.setattr(local, "server_problems", lambda *given: [])
+    monkeypatch.setattr(local, "server_problems", lambda *passed: [])
     monkeypatch.setattr(local, "nccl_versions", lambda config: None)
 
 

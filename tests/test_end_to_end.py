@@ -216,18 +216,18 @@ def run(folder: Path, *overrides: str, script: bool = False, timeout_s: float = 
 
 
 def processes_of(mark: str) -> list[psutil.Process]:
-    found = []
+    result = []
     for process in psutil.process_iter():
         try:
             if process.environ().get("AREAL_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                result.append(process)
         except psutil.Error:
             continue
-    return found
+    return result
 
 
-def versions(found: Run) -> list[int]:
-    return [event["version"] for event in found.events if event["event"] == "published"]
+def versions(result: Run) -> list[int]:
+    return [event["version"] for event in result.events if event["event"] == "published"]
 
 
 STEPS = 12
@@ -244,39 +244,39 @@ def test_asynchronous_grpo_with_rejected_and_failed_episodes(folder, tmp_path, c
         f"evaluator.sets={{more: {folder}/more.jsonl}}",
     ]
     each = "gconfig.temperature_key=heat"  # the trainer's log-probabilities are the server's only at this temperature
-    found = run(folder, f"total_train_steps={STEPS}", *functions, *RECOVER, *several, each, script=True)
-    check_training(found, folder)
-    check_evaluations(found.steps)
-    check_replacements(found, folder)
-    check_exports(found.folder, tmp_path, step=STEPS)
+    result = run(folder, f"total_train_steps={STEPS}", *functions, *RECOVER, *several, each, script=True)
+    check_training(result, folder)
+    check_evaluations(result.steps)
+    check_replacements(result, folder)
+    check_exports(result.folder, tmp_path, step=STEPS)
     capsys.readouterr()
-    check_samples(found.folder, capsys)
+    check_samples(result.folder, capsys)
 
 
 @pytest.mark.slow
 def test_a_script_trains_with_its_own_objects(folder):
-    found = run(folder, f"total_train_steps={STEPS}", script=True)
-    check_training(found, folder)
-    check_replacements(found, folder)
+    result = run(folder, f"total_train_steps={STEPS}", script=True)
+    check_training(result, folder)
+    check_replacements(result, folder)
 
 
-def check_training(found: Run, folder: Path) -> None:
+def check_training(result: Run, folder: Path) -> None:
     """Every step trains, on tokens of versions within the bound, and the checkpoint is another model."""
-    assert [row["step"] for row in found.steps] == list(range(STEPS + 1))
-    assert found.steps[0]["eval/greedy/num"] == 8.0
-    assert found.column("actor/optimizer_steps") == [2.0] * STEPS
-    assert len(found.column("rollout/reward")) == STEPS
-    assert any(norm > 0 for norm in found.column("actor/grad_norm")), "nothing was learned from"
+    assert [row["step"] for row in result.steps] == list(range(STEPS + 1))
+    assert result.steps[0]["eval/greedy/num"] == 8.0
+    assert result.column("actor/optimizer_steps") == [2.0] * STEPS
+    assert len(result.column("rollout/reward")) == STEPS
+    assert any(norm > 0 for norm in result.column("actor/grad_norm")), "nothing was learned from"
     # fresh weights: the trainer's log-probabilities of the first batch are the server's
-    assert found.column("rollout/staleness_max")[0] == 0
-    assert found.column("batch/prox_rollout_gap_max")[0] < 1e-4
-    assert found.column("batch/prox_rollout_gap_max")[-1] > 1e-4, "later batches are of older weights"
+    assert result.column("rollout/staleness_max")[0] == 0
+    assert result.column("batch/prox_rollout_gap_max")[0] < 1e-4
+    assert result.column("batch/prox_rollout_gap_max")[-1] > 1e-4, "later batches are of older weights"
     # every token bears a version that was published before its batch
-    assert versions(found) == list(range(1, STEPS + 1))
-    assert found.column("rollout/staleness_max") == found.batch_staleness()
-    assert all(value <= min(step, MAX_STALENESS + 1) for step, value in enumerate(found.batch_staleness()))
-    assert max(found.batch_staleness()) > 0, "nothing was asynchronous"
-    check_checkpoint(found.folder / "checkpoints" / "actor" / f"step-{STEPS:06}", folder / "model")
+    assert versions(result) == list(range(1, STEPS + 1))
+    assert result.column("rollout/staleness_max") == result.batch_staleness()
+    assert all(value <= min(step, MAX_STALENESS + 1) for step, value in enumerate(result.batch_staleness()))
+    assert max(result.batch_staleness()) > 0, "nothing was asynchronous"
+    check_checkpoint(result.folder / "checkpoints" / "actor" / f"step-{STEPS:06}", folder / "model")
 
 
 def check_checkpoint(path: Path, start: Path) -> None:
@@ -292,24 +292,24 @@ def check_checkpoint(path: Path, start: Path) -> None:
     assert (trained(ids).logits - before(ids).logits).abs().max() > 1e-3
 
 
-def check_replacements(found: Run, folder: Path) -> None:
+def check_replacements(result: Run, folder: Path) -> None:
     """Rejected and failed episodes are replaced by further ones, and each is accounted for."""
-    counts, rows = found.report.counts, [json.loads(line) for line in (folder / "train.jsonl").open()]
+    counts, rows = result.report.counts, [json.loads(line) for line in (folder / "train.jsonl").open()]
     stream = PromptStream(rows, seed=3, batch_size=BATCH)
     fate = Counter(
-        "rejected" if row["unwanted"] else "failed" if row["fails"] else "consumed" for row in taken(found, stream)
+        "rejected" if row["unwanted"] else "failed" if row["fails"] else "consumed" for row in taken(result, stream)
     )
     assert counts["consumed"] == STEPS * BATCH
     assert {name: counts[name] for name in fate} == dict(fate)
     assert fate["rejected"] >= 8
     assert fate["failed"] >= 1
     reasons = {"rejected: filter": fate["rejected"], "failed: workflow.reward_failed": fate["failed"]}
-    assert found.report.reasons == reasons
+    assert result.report.reasons == reasons
     assert counts["running"] == counts["waiting"] == counts["batched"] == 0
 
 
-def taken(found: Run, stream: PromptStream[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [stream.row(k) for k in range(found.report.num_admitted)]
+def taken(result: Run, stream: PromptStream[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [stream.row(k) for k in range(result.report.num_admitted)]
 
 
 @pytest.mark.slow
@@ -321,40 +321,40 @@ def test_two_servers_two_ranks_and_weights_by_folder(folder, tmp_path, monkeypat
         "perf_tracer.profile_steps=[2]",
         "perf_tracer.profile_ranks=[1]",
     ]
-    found = run(folder, "allocation_mode=native:d2+fsdp:d2", f"actor.weight_update_mode={mode}", *traces, *RECOVER)
-    assert [path.name for path in (found.folder / "profile").iterdir()] == ["trainer-1-step-000002.json.gz"]
-    sessions = (found.folder / "trace" / "sessions.ndjson").read_text().splitlines()
+    result = run(folder, "allocation_mode=native:d2+fsdp:d2", f"actor.weight_update_mode={mode}", *traces, *RECOVER)
+    assert [path.name for path in (result.folder / "profile").iterdir()] == ["trainer-1-step-000002.json.gz"]
+    sessions = (result.folder / "trace" / "sessions.ndjson").read_text().splitlines()
     assert len(sessions) >= 4 * BATCH
     assert all(json.loads(line) for line in sessions)
-    assert [event["kind"] for event in found.events if event["event"] == "published"] == [mode] * 4
-    assert (found.folder / "weights").is_dir() == (mode == "disk")
+    assert [event["kind"] for event in result.events if event["event"] == "published"] == [mode] * 4
+    assert (result.folder / "weights").is_dir() == (mode == "disk")
     assert list(tmp_path.glob("areal-*/*")) == [], "copies of weights are left on the disk of a machine"
-    assert found.column("batch/prox_rollout_gap_max")[0] < 1e-4
-    assert versions(found) == [1, 2, 3, 4]
-    assert max(found.batch_staleness()) <= MAX_STALENESS + 1
-    servers = {name for event in found.events if event["event"] == "accepted" for name in event["replicas"]}
+    assert result.column("batch/prox_rollout_gap_max")[0] < 1e-4
+    assert versions(result) == [1, 2, 3, 4]
+    assert max(result.batch_staleness()) <= MAX_STALENESS + 1
+    servers = {name for event in result.events if event["event"] == "accepted" for name in event["replicas"]}
     assert servers == {"server-0", "server-1"}
-    check_checkpoint(found.folder / "checkpoints" / "actor" / "step-000004", folder / "model")
-    check_exports(found.folder, tmp_path / "exports", step=4)
+    check_checkpoint(result.folder / "checkpoints" / "actor" / "step-000004", folder / "model")
+    check_exports(result.folder, tmp_path / "exports", step=4)
 
 
 @pytest.mark.slow
 def test_ppo_with_a_critic_and_a_reference(folder, tmp_path):
     model = f"{{path: {folder}/model, dtype: float32, optimizer: {{lr: 1.0e-3}}}}"
     frozen = f"{{path: {folder}/model, dtype: float32}}"
-    found = run(folder, f"critic={model}", f"ref={frozen}", "actor.kl_ctl=0.1", *RECOVER)
-    assert found.column("batch/ref_kl")[0] == pytest.approx(0.0, abs=1e-6)
-    assert found.column("batch/ref_kl")[-1] > 0
-    assert all(value > 0 for value in found.column("critic/grad_norm"))
+    result = run(folder, f"critic={model}", f"ref={frozen}", "actor.kl_ctl=0.1", *RECOVER)
+    assert result.column("batch/ref_kl")[0] == pytest.approx(0.0, abs=1e-6)
+    assert result.column("batch/ref_kl")[-1] > 0
+    assert all(value > 0 for value in result.column("critic/grad_norm"))
     for role in ("actor", "critic"):
-        check_exports(found.folder, tmp_path / role, step=4, role=role)
+        check_exports(result.folder, tmp_path / role, step=4, role=role)
 
 
 @pytest.mark.slow
 def test_eta_zero_is_synchronous(folder):
-    found = run(folder, "rollout.max_head_offpolicyness=0")
-    assert found.column("rollout/staleness_max") == [0.0] * 4
-    assert max(found.column("batch/prox_rollout_gap_max")) < 1e-4
+    result = run(folder, "rollout.max_head_offpolicyness=0")
+    assert result.column("rollout/staleness_max") == [0.0] * 4
+    assert max(result.column("batch/prox_rollout_gap_max")) < 1e-4
 
 
 @pytest.mark.slow
@@ -366,11 +366,11 @@ def test_every_treatment_of_stale_episodes_keeps_its_promise(folder, on_stale):
         "rollout.max_head_offpolicyness=1",
         f"workflow={folder}/script.py:Stragglers",
     ]
-    found = run(folder, *words, "total_train_steps=20", "evaluator.eval_before_train=false")
-    staleness, stale = found.batch_staleness(), found.column("rollout/stale_tokens_frac")
-    assert found.report.counts["consumed"] == 20 * BATCH
-    assert found.column("rollout/staleness_max") == staleness
-    dropped = found.report.reasons.get("rejected: stale", 0)
+    result = run(folder, *words, "total_train_steps=20", "evaluator.eval_before_train=false")
+    staleness, stale = result.batch_staleness(), result.column("rollout/stale_tokens_frac")
+    assert result.report.counts["consumed"] == 20 * BATCH
+    assert result.column("rollout/staleness_max") == staleness
+    dropped = result.report.reasons.get("rejected: stale", 0)
     assert (dropped > 0) == (on_stale == "drop")
     if on_stale in ("drop", "wait"):
         assert max(staleness) <= 1
@@ -379,6 +379,8 @@ def test_every_treatment_of_stale_episodes_keeps_its_promise(folder, on_stale):
         assert [share > 0 for share in stale] == [value > 1 for value in staleness]
     trained = [
         a < b
-        for a, b in zip(found.column("batch/num_trained_tokens"), found.column("rollout/generated_tokens"), strict=True)
+        for a, b in zip(
+            result.column("batch/num_trained_tokens"), result.column("rollout/generated_tokens"), strict=True
+        )
     ]
     assert trained == [on_stale == "mask" and value > 1 for value in staleness]

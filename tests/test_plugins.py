@@ -230,9 +230,9 @@ def test_an_estimator_with_a_statistic(config):
         reduce=identity_reduce,
     )
     actor = config().actor
-    found = estimated(answers, actor)
-    assert found.advantages.tolist() == [1.5, 1.5, 0.5]
-    assert to_metrics(found.stats)["shifted_mean"].total == pytest.approx(3.5)
+    result = estimated(answers, actor)
+    assert result.advantages.tolist() == [1.5, 1.5, 0.5]
+    assert to_metrics(result.stats)["shifted_mean"].total == pytest.approx(3.5)
     PPOActor(None, actor)  # calls loss and estimator once, without tokens
 
 

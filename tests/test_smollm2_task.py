@@ -98,5 +98,8 @@ def test_rows_of_the_agent_hide_the_sentence_and_the_warm_up_looks_it_up():
 
 
 def test_a_row_of_gsm8k_becomes_a_dialogue():
-    found = gsm8k.dialogue({"question": "1+1?", "answer": "#### 2"})
-    assert [(one["role"], one["content"]) for one in found["messages"]] == [("user", "1+1?"), ("assistant", "#### 2")]
+    result = gsm8k.dialogue({"question": "1+1?", "answer": "#### 2"})
+    assert [(message["role"], message["content"]) for message in result["messages"]] == [
+        ("user", "1+1?"),
+        ("assistant", "#### 2"),
+    ]

@@ -53,8 +53,8 @@ def test_the_agent_of_the_warehouse_learns(folder):
     scripted, rewards = "", []
     for line in commands_of(AGENTS, "python my/prepare.py"):
         if line.startswith("areal eval"):
-            found = json.loads(execute(folder, f"{line} --json"))
-            rewards.append(found["results"][0]["metrics"]["mean@4"]["mean"])
+            result = json.loads(execute(folder, f"{line} --json"))
+            rewards.append(result["results"][0]["metrics"]["mean@4"]["mean"])
         elif "--answer" in line:
             scripted = execute(folder, line)
         elif line.startswith("areal watch"):

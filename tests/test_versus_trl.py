@@ -26,27 +26,27 @@ def test_trl_trains_as_areal_is_configured(versus, monkeypatch):
         config = load_experiment(["--config", path])
         assert isinstance(config, PPOConfig)
         assert config.actor.optimizer is not None
-        found = versus.trl_settings(config, folder="out")
-        assert found["per_device_train_batch_size"] * found["steps_per_generation"] == completions
-        assert found["steps_per_generation"] == minibatches
-        assert found["max_steps"] == steps * minibatches
-        assert found["warmup_steps"] == int(0.05 * steps * minibatches)
-        assert found["num_generations"] == config.gconfig.n_samples
-        assert found["max_completion_length"] == config.gconfig.max_new_tokens
-        assert (found["learning_rate"], found["adam_beta2"]) == (
+        result = versus.trl_settings(config, folder="out")
+        assert result["per_device_train_batch_size"] * result["steps_per_generation"] == completions
+        assert result["steps_per_generation"] == minibatches
+        assert result["max_steps"] == steps * minibatches
+        assert result["warmup_steps"] == int(0.05 * steps * minibatches)
+        assert result["num_generations"] == config.gconfig.n_samples
+        assert result["max_completion_length"] == config.gconfig.max_new_tokens
+        assert (result["learning_rate"], result["adam_beta2"]) == (
             config.actor.optimizer.lr,
             config.actor.optimizer.beta2,
         )
-        assert (found["epsilon"], found["beta"], found["loss_type"]) == (0.2, 0.0, "bnpo")
-        assert (found["bf16"], found["generation_kwargs"]) == (False, None)
+        assert (result["epsilon"], result["beta"], result["loss_type"]) == (0.2, 0.0, "bnpo")
+        assert (result["bf16"], result["generation_kwargs"]) == (False, None)
 
 
 def test_trl_computes_in_bfloat16_and_writes_equal_lengths_where_areal_does(versus, monkeypatch):
     monkeypatch.chdir(ROOT)
     changes = ["actor.dtype=bfloat16", "gconfig.min_new_tokens=48", "gconfig.max_new_tokens=48"]
-    found = versus.trl_settings(load_experiment(["--config", versus.WIDE, *changes]), folder="out")
-    assert (found["bf16"], found["max_completion_length"]) == (True, 48)
-    assert found["generation_kwargs"] == {"min_new_tokens": 48}
+    result = versus.trl_settings(load_experiment(["--config", versus.WIDE, *changes]), folder="out")
+    assert (result["bf16"], result["max_completion_length"]) == (True, 48)
+    assert result["generation_kwargs"] == {"min_new_tokens": 48}
 
 
 @pytest.mark.parametrize(("batched", "chosen"), [((3.0, 9.0), True), ((1.0, 8.9), False), ((None, 0.0), False)])
@@ -69,11 +69,11 @@ def test_trl_runs_with_the_fastest_trial_that_does_the_whole_work(versus, tmp_pa
     monkeypatch.setattr(versus, "ALL_CORES", 4)
     monkeypatch.setattr(versus, "trl_figures", figures)
     measured = {(1, False): (4.0, 9.0), (4, False): (5.0, 9.0), (1, True): batched}
-    found = versus.run_trl(config, (2, 24))
+    result = versus.run_trl(config, (2, 24))
     tried = [(1, False, 4, 1, 2), (4, False, 4, 1, 2), (1, True, 4, 1, 2)]
     assert asked == [*tried, (1, chosen, 48, 2, 24)]
-    assert found["chosen"]["continuous_batching"] == chosen
-    assert [trial["seconds_per_step"] for trial in found["trials"]] == [4.0, 5.0, 3.0 if chosen else None]
+    assert result["chosen"]["continuous_batching"] == chosen
+    assert [trial["seconds_per_step"] for trial in result["trials"]] == [4.0, 5.0, 3.0 if chosen else None]
 
 
 def test_the_specification_names_the_rows_and_the_goals(versus, tmp_path, monkeypatch):
@@ -108,8 +108,8 @@ def test_rewards_goals_and_figures(versus):
         for step in range(1, 6)
     ]
     rows[-1] |= {"eval/greedy/reward": 0.97, "eval/sampled/reward": 0.9}
-    found = task.areal_figures(rows, ready_s=1001.5, first=3)
-    assert found == {
+    result = task.areal_figures(rows, ready_s=1001.5, first=3)
+    assert result == {
         "steps": 5, "seconds": 8.5, "seconds_per_step": 2.0, "tokens_per_answer": 6.0, "staleness": 1.0,
         "greedy": 0.97, "sampled": 0.9,
     }  # fmt: skip

@@ -149,9 +149,9 @@ class Lookups:
 
 async def with_lookup(row: dict[str, Any], client: Any, session: Any) -> float:
     """A tool of the agent may time out, and a time-out looks like a wrong answer."""
-    found = await row["lookups"].is_in_time()
+    result = await row["lookups"].is_in_time()
     answer = await ask(row, client)
-    return float(found and answer.choices[0].message.content == row["answer"])
+    return float(result and answer.choices[0].message.content == row["answer"])
 
 
 async def rewarded_later(row: dict[str, Any], client: Any, session: Any) -> None:

@@ -22,20 +22,20 @@ class CharBridge:
         self.num_rendered = 0
 
     def prompt(self, messages, tools) -> list[int]:
-        last_user = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=-1)
-        parts = [f"[{one['function']['name']}]" for one in tools]
-        for index, one in enumerate(messages):
-            thought = one.get("reasoning_content") or ""
+        last_user = max((i for i, item in enumerate(messages) if item["role"] == "user"), default=-1)
+        parts = [f"[{tool['function']['name']}]" for tool in tools]
+        for index, each in enumerate(messages):
+            thought = each.get("reasoning_content") or ""
             if self.strips and index < last_user:
                 thought = ""
-            parts.append(f"{ROLES[one['role']]}{thought and thought + '!'}{one.get('content') or ''}>")
+            parts.append(f"{ROLES[each['role']]}{thought and thought + '!'}{each.get('content') or ''}>")
         self.num_rendered += 1
         return [ord(character) for character in "".join(parts) + "<a"]
 
     def extension(self, history, new_messages, tools) -> list[int] | BridgeGap:
-        if self.strips and any(one["role"] == "user" for one in new_messages):
+        if self.strips and any(message["role"] == "user" for message in new_messages):
             return BridgeGap(reason="history_edited", detail="reasoning is stripped")
-        text = "".join(f"{ROLES[one['role']]}{one.get('content') or ''}>" for one in new_messages)
+        text = "".join(f"{ROLES[message['role']]}{message.get('content') or ''}>" for message in new_messages)
         return [END, *(ord(character) for character in text + "<a")]
 
 
@@ -66,7 +66,7 @@ def response_of(
         request_id="r",
         input_ids=[],
         output_ids=ids,
-        output_logprobs=[-one / 1000 for one in ids],
+        output_logprobs=[-item / 1000 for item in ids],
         output_versions=[version] * len(ids),
         stop_reason=stop_reason,
         routed_experts=None if context is None else experts_of([*context, *ids][:-1], version),
@@ -83,4 +83,4 @@ def answer(transcript, request: TurnRequest, text: str, turn_id: str, **options)
 
 
 def text_of(token_ids) -> str:
-    return "".join(chr(one) for one in token_ids)
+    return "".join(chr(item) for item in token_ids)

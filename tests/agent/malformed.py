@@ -92,13 +92,13 @@ class Malformed(NamedTuple):
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every position in a body that the server reads."""
-    found = [path] if path else []
+    result = [path] if path else []
     if path and (path[-1] in FREE or (path[-1] == "input" and isinstance(value, dict))):
-        return found
+        return result
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in children:
-        found += paths(child, (*path, key))
-    return found
+        result += paths(child, (*path, key))
+    return result
 
 
 def at(body: Any, path: tuple[Any, ...]) -> Any:

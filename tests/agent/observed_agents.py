@@ -15,17 +15,17 @@ MARK = "areal-left-behind"
 
 def holders(key: str) -> list[str]:
     """The other processes whose environment or command line contains `key`."""
-    found: list[str] = []
+    result: list[str] = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal() or int(folder.name) == os.getpid():
             continue
         for name in ("environ", "cmdline"):
             try:
                 if key.encode() in (folder / name).read_bytes():
-                    found.append(f"{folder.name}/{name}")
+                    result.append(f"{folder.name}/{name}")
             except OSError:
                 continue
-    return found
+    return result
 
 
 def question(row: dict[str, Any], text: str = "") -> dict[str, Any]:
@@ -66,13 +66,13 @@ async def prints(row: dict[str, Any], client: AsyncOpenAI, session: Any) -> floa
 
 async def gathers(row: dict[str, Any], client: AsyncOpenAI, session: Any) -> float:
     texts = [question(row, str(number)) for number in range(3)]
-    await asyncio.gather(*(client.chat.completions.create(**one) for one in texts))
+    await asyncio.gather(*(client.chat.completions.create(**text) for text in texts))
     return 1.0
 
 
 async def blocks(row: dict[str, Any], client: AsyncOpenAI, session: Any) -> float:
-    with OpenAI(base_url=session.base_url, api_key=session.key) as own:
-        own.chat.completions.create(**question(row))
+    with OpenAI(base_url=session.base_url, api_key=session.key) as ours:
+        ours.chat.completions.create(**question(row))
     return 1.0
 
 

@@ -52,8 +52,8 @@ async def with_runner(row: dict[str, Any], client: Any, session: Any) -> float:
     def multiply(expression: str) -> str:
         return calculator(expression)
 
-    found = await agents.Runner.run(agents.Agent("one", tools=[multiply], model=model), row["question"])
-    return float(found.final_output == row["answer"])
+    result = await agents.Runner.run(agents.Agent("one", tools=[multiply], model=model), row["question"])
+    return float(result.final_output == row["answer"])
 
 
 async def trusts_arguments(row: dict[str, Any], client: Any, session: Any) -> float:

@@ -31,29 +31,29 @@ async def pool():
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_agent_returns_its_reward_parts_turns_and_metrics(pool) -> None:
-    found = await pool.run(job("rewards"), timeout_s=60)
-    assert (found.status, found.reward, found.parts) == ("ok", 1.0, {"format": 0.5})
-    assert (found.rewards, found.metrics) == ({"a.0": 0.25, "0": 0.5}, {"looked_up": 2.0})
+    result = await pool.run(job("rewards"), timeout_s=60)
+    assert (result.status, result.reward, result.parts) == ("ok", 1.0, {"format": 0.5})
+    assert (result.rewards, result.metrics) == ({"a.0": 0.25, "0": 0.5}, {"looked_up": 2.0})
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_plain_function_is_an_agent_with_a_client_that_waits(pool) -> None:
-    found = await pool.run(job("plain"), timeout_s=60)
-    assert (found.status, found.reward, found.metrics) == ("ok", 1.0, {"looked_up": 3.0})
+    result = await pool.run(job("plain"), timeout_s=60)
+    assert (result.status, result.reward, result.metrics) == ("ok", 1.0, {"looked_up": 3.0})
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_agent_never_sees_the_token_of_the_run(pool, monkeypatch) -> None:
-    found = await pool.run(job("sees_token"), timeout_s=60)
-    assert found.reward == 0.0
+    result = await pool.run(job("sees_token"), timeout_s=60)
+    assert result.reward == 0.0
 
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", ["raises", "interrupts", "exits_in_a_task"])
 async def test_an_error_is_an_outcome_with_the_line_of_the_agent(pool, name) -> None:
-    found = await pool.run(job(name), timeout_s=60)
-    assert found.status == "error"
-    assert "pool_agents.py:" in found.message
+    result = await pool.run(job(name), timeout_s=60)
+    assert result.status == "error"
+    assert "pool_agents.py:" in result.message
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -74,9 +74,9 @@ async def test_an_agent_that_ends_its_process_fails_and_the_others_in_it_die(poo
     first = await pool.run(job("process_id"), timeout_s=60)
     (tmp_path / "ready").mkdir()
     others = [asyncio.create_task(pool.run(job("works", folder=str(tmp_path / "ready")), timeout_s=60)) for _ in "ab"]
-    found = await pool.run(job("dies", how=how, folder=str(tmp_path / "ready")), timeout_s=60)
-    assert (found.status, found.message[:13]) == ("error", "ProcessEnded:")
-    assert [one.status for one in await asyncio.gather(*others)] == ["died", "died"]
+    result = await pool.run(job("dies", how=how, folder=str(tmp_path / "ready")), timeout_s=60)
+    assert (result.status, result.message[:13]) == ("error", "ProcessEnded:")
+    assert [other.status for other in await asyncio.gather(*others)] == ["died", "died"]
     assert (await pool.run(job("process_id"), timeout_s=60)).reward != first.reward
 
 
@@ -85,8 +85,8 @@ async def test_a_command_gets_the_row_and_the_session_in_its_environment(tmp_pat
     out = tmp_path / "out"
     command = (sys.executable, "-c", code, "{out}", "{question}{other}")
     row = {"out": str(out), "question": "6*7"}
-    found = await run_command(AgentJob(row=row, base_url="http://localhost:1", key="secret", command=command))
-    assert found.status == "ok"
+    result = await run_command(AgentJob(row=row, base_url="http://localhost:1", key="secret", command=command))
+    assert result.status == "ok"
     assert out.read_text() == "http://localhost:1/v16*7{other}"
 
 
@@ -102,18 +102,18 @@ async def test_python_is_the_interpreter_of_the_run_and_a_program_from_outside_g
 @pytest.mark.parametrize("refusal", ["", "agent.turn_budget"])
 async def test_a_command_that_fails_has_its_last_output_in_the_message_and_the_refusal_in_it(refusal) -> None:
     command = (sys.executable, "-c", f"raise SystemExit('{refusal} no such page')")
-    found = await run_command(AgentJob(row={}, base_url="http://localhost:1", key="secret", command=command))
-    assert (found.status, found.refusal) == ("error", refusal)
-    assert "no such page" in found.message
+    result = await run_command(AgentJob(row={}, base_url="http://localhost:1", key="secret", command=command))
+    assert (result.status, result.refusal) == ("error", refusal)
+    assert "no such page" in result.message
 
 
 async def test_the_message_of_a_command_has_the_line_of_its_own_code(tmp_path) -> None:
     file = tmp_path / "agent.py"
     file.write_text("import json\njson.loads('{')\n")
-    found = await run_command(
+    result = await run_command(
         AgentJob(row={}, base_url="http://localhost:1", key="secret", command=(sys.executable, str(file)))
     )
-    assert f"({file}:2)" in found.message
+    assert f"({file}:2)" in result.message
 
 
 def test_braces_that_are_no_column_stay() -> None:

@@ -72,7 +72,7 @@ def play(make):
 
 async def test_a_session_with_a_tool_call_is_one_trajectory_with_both_answers(play) -> None:
     group = await play("run", use_tool)
-    assert [one.reward for one in group.trajectories] == [1.0, 1.0]
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 1.0]
     (first, _) = group.trajectories
     trained = tool_tokenizer().decode([t for t, m in zip(first.token_ids, first.loss_mask, strict=True) if m])
     assert trained == f"{CALL}<|im_end|>42<|im_end|>"
@@ -80,7 +80,7 @@ async def test_a_session_with_a_tool_call_is_one_trajectory_with_both_answers(pl
     assert (len(group.turn_ids), group.rejected) == (4, "")
     session, _ = json.loads(group.record)["sessions"]
     assert [len(turn["calls"]) for turn in session["turns"]] == [1, 0]
-    assert [one["role"] for one in session["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in session["messages"]] == ["user", "assistant", "tool", "assistant"]
 
 
 TOOLS = {"tools": [f"{AGENTS}:calculator"]}
@@ -117,14 +117,14 @@ EPISODES = {  # agent, policy, options -> rewards of the trajectories, why the g
 async def test_the_rewards_and_metrics_of_an_episode(play, name) -> None:
     agent, policy, options, rewards, rejected, stats = EPISODES[name]
     group = await play(agent, policy, **options)
-    assert rewards is None or [one.reward for one in group.trajectories] == rewards
+    assert rewards is None or [trajectory.reward for trajectory in group.trajectories] == rewards
     assert group.rejected == rejected
     assert {metric: group.stats[metric] for metric in stats} == stats
     assert not rejected or "zero_reward" not in group.stats
     if agent == "WithParts":
         assert group.stats["reward"] in (1.5, 1.75)
     if agent in ("sometimes_without_reward", "asks_in_some"):
-        assert [one["reward"] for one in json.loads(group.record)["sessions"]] == [1.0, 1.0, None]
+        assert [item["reward"] for item in json.loads(group.record)["sessions"]] == [1.0, 1.0, None]
 
 
 async def test_a_reward_of_a_tool_call_belongs_to_its_turn_and_is_discounted_for_earlier_ones(play) -> None:
@@ -161,12 +161,12 @@ async def test_a_used_up_budget_without_a_reward_is_no_error_of_the_agent(play, 
 
 @pytest.mark.parametrize(("code", "reward"), [("agent.time_budget", None), ("agent.token_budget", 0.25)])
 async def test_the_time_of_a_session_leaves_no_reward_whatever_its_agent_returns(code, reward) -> None:
-    one = session_of(ScriptedEngine(lambda prompt: "42"))
-    await one.answer(request())
-    one.counts.refused[code] += 1
+    subject = session_of(ScriptedEngine(lambda prompt: "42"))
+    await subject.answer(request())
+    subject.counts.refused[code] += 1
     outcome = AgentOutcome(status="ok", reward=0.25, refusal="")
-    found = FinishedSession(session=one, outcome=outcome, reported=SessionReward(), num_open=1)
-    assert (found.reward, found.wants_score, found.agent_error) == (reward, False, "")
+    result = FinishedSession(session=subject, outcome=outcome, reported=SessionReward(), num_open=1)
+    assert (result.reward, result.wants_score, result.agent_error) == (reward, False, "")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ async def test_an_error_after_a_refusal_is_of_the_budget_only_if_it_comes_from_t
     """An error that the agent raises later is its own: the reward function does not score its session."""
     with raises_code("agent.failed") if is_own else contextlib.nullcontext():
         group = await play("fails_beyond_budget", "42", **SCORED, max_turns=1, row={**ROW, "kind": kind})
-        assert (group.rejected, [one.reward for one in group.trajectories]) == ("", [1.0])
+        assert (group.rejected, [trajectory.reward for trajectory in group.trajectories]) == ("", [1.0])
 
 
 @pytest.mark.parametrize("in_all", [False, True])
@@ -186,8 +186,8 @@ async def test_sessions_whose_agent_failed_count_in_no_rate_under_load(make, in_
     for _ in range(2):
         with contextlib.suppress(RewardError):
             await workflow.arun_episode(ScriptedEngine(lambda prompt: next(answers)), dict(ROW))
-    found = [one for sessions in workflow._blame._newest.values() for one in sessions]
-    assert {one.reward for one in found} == (set() if in_all else {1.0})
+    result = [item for sessions in workflow._blame._newest.values() for item in sessions]
+    assert {item.reward for item in result} == (set() if in_all else {1.0})
 
 
 @pytest.mark.parametrize(("missing_reward", "rejected"), [("reject", "agent_error: LookupError"), ("leave_out", "")])
@@ -244,7 +244,7 @@ async def test_a_program_from_outside_takes_the_place_of_an_episode_and_reports_
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (400, "agent.unknown_turn")
     assert full.status_code == 429
     assert "Retry-After" in full.headers
-    assert [one.reward for one in group.trajectories] == [0.75]
+    assert [trajectory.reward for trajectory in group.trajectories] == [0.75]
     assert late.status_code == 409
 
 
@@ -278,9 +278,9 @@ async def test_a_trace_has_the_turns_of_a_session_in_its_episode(make, tmp_path,
     with tracing(ChromeTracer(tmp_path / "controller.jsonl", "controller")):
         for name in ("17", "18"):
             await asyncio.gather(episode(name), *([program()] if is_online else []))
-    found = [(event["id"], event["name"]) for event in join_traces(tmp_path)["traceEvents"] if event["ph"] == "b"]
+    result = [(event["id"], event["name"]) for event in join_traces(tmp_path)["traceEvents"] if event["ph"] == "b"]
     parts = ["generate", "episode"] if is_online else ["agent", "generate", "generate", "episode"]
-    assert sorted(found) == sorted((name, part) for name in ("17", "18") for part in parts)
+    assert sorted(result) == sorted((name, part) for name in ("17", "18") for part in parts)
 
 
 @pytest.mark.parametrize("is_reported", [True, False])
@@ -295,7 +295,7 @@ async def test_a_reward_may_come_by_post_within_its_window_after_the_end_of_the_
         async with httpx.AsyncClient() as http:
             assert (await http.post(addresses[0], json={"reward": 0.5})).status_code == 200
     group = await episode
-    assert [one.reward for one in group.trajectories] == [0.5] * is_reported
+    assert [trajectory.reward for trajectory in group.trajectories] == [0.5] * is_reported
     assert group.rejected == ("" if is_reported else "no_reward")
 
 
@@ -307,8 +307,10 @@ async def test_a_stream_of_several_answers_takes_every_setting_to_the_policy(mak
     settings = [request.gconfig for request in engine.requests]
     assert texts == ["42", "42"]
     assert [request.seed for request in engine.requests] == [5, 6]
-    assert {(one.max_new_tokens, one.temperature, tuple(one.stop)) for one in settings} == {(9, 0.5, ("!",))}
-    assert num_logprobs == [sum(one.loss_mask) for one in group.trajectories]
+    assert {(setting.max_new_tokens, setting.temperature, tuple(setting.stop)) for setting in settings} == {
+        (9, 0.5, ("!",))
+    }
+    assert num_logprobs == [sum(trajectory.loss_mask) for trajectory in group.trajectories]
 
 
 @pytest.mark.parametrize(
@@ -333,10 +335,10 @@ async def test_zeros_are_blamed_on_the_load_only_where_a_time_out_bites_under_it
             row = ROW | {"lookups": Lookups(2 * count)}
             groups = await asyncio.gather(*(workflow.arun_episode(engine, dict(row)) for _ in range(count)))
             zeros += [group.stats["zero_reward"] for group in groups]
-    found = groups[-1].stats["zeros_by_load"]
+    result = groups[-1].stats["zeros_by_load"]
     limit = next(rule.limit for rule in ALARM_RULES if rule.name == "zeros_by_load")
-    assert found > 2 * limit if is_blamed else found == 0
-    assert len([one for one in caplog.records if one.name == "areal.workflow.agent"]) == is_blamed
+    assert result > 2 * limit if is_blamed else result == 0
+    assert len([record for record in caplog.records if record.name == "areal.workflow.agent"]) == is_blamed
     assert (sum(zeros[:8]) == 0) == (policy == ["42"]), "the tool serves few sessions in time"
 
 

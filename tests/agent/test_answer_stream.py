@@ -71,11 +71,11 @@ def test_what_is_certain_of_a_text_is_its_beginning(
 )  # fmt: skip
 def test_text_is_certain_as_soon_as_it_can_be(pieces, style, texts, thoughts):
     split = AnswerSplit(style_of(style, "<think></think>"), has_tools=True, in_reasoning=False, may_close=False)
-    found = []
+    result = []
     for piece in pieces:
         split.add(piece)
-        found.append((split.text, split.reasoning))
-    assert found == list(zip(texts, thoughts, strict=True))
+        result.append((split.text, split.reasoning))
+    assert result == list(zip(texts, thoughts, strict=True))
 
 
 @given(text=st.text(max_size=30), cuts=CUTS, num_broken=st.integers(0, 3))
@@ -83,14 +83,14 @@ def test_the_text_of_tokens_has_no_half_characters(text, cuts, num_broken):
     """The tokens of the tokenizer are bytes; the answer is cut inside of the last character."""
     tokenizer = tool_tokenizer()
     ids = [*tokenizer.encode(text), *tokenizer.encode("🧑")[:num_broken]]
-    found, parts, done = TokenText(tokenizer.decode), [], 0
+    result, parts, done = TokenText(tokenizer.decode), [], 0
     while done < len(ids):
         size = cuts[done % len(cuts)]
-        parts.append(found.add(ids[done : done + size]))
+        parts.append(result.add(ids[done : done + size]))
         done += size
         assert text.startswith("".join(parts))
     assert "".join(parts) == text.rstrip("\ufffd")
-    assert "".join([*parts, found.rest()]) == tokenizer.decode(ids)
+    assert "".join([*parts, result.rest()]) == tokenizer.decode(ids)
 
 
 def test_a_broken_byte_does_not_hold_the_text_after_it():
@@ -98,11 +98,11 @@ def test_a_broken_byte_does_not_hold_the_text_after_it():
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    found = TokenText(tokenizer.decode)
+    result = TokenText(tokenizer.decode)
     euro = list("€".encode())
-    assert [found.add(ids) for ids in (euro[:1], euro[1:], euro[:1])] == ["", "€", ""]
-    assert found.add([256]).endswith("a")
-    assert [found.add([256]), found.add(euro), found.rest()] == ["a", "€", ""]
+    assert [result.add(ids) for ids in (euro[:1], euro[1:], euro[:1])] == ["", "€", ""]
+    assert result.add([256]).endswith("a")
+    assert [result.add([256]), result.add(euro), result.rest()] == ["a", "€", ""]
 
 
 SENT = Sent(created_s=1, token_text=lambda token_id: f"t{token_id}")
@@ -152,14 +152,14 @@ def of_chat(bodies):
     choices = defaultdict(lambda: {"content": "", "reasoning": "", "calls": {}, "logprobs": [], "ends": []})
     for body in bodies[:-1]:
         (choice,) = body["choices"]
-        delta, found = choice["delta"], choices[choice["index"]]
-        assert not found["ends"], "nothing follows the finish reason"
-        found["content"] += delta.get("content") or ""
-        found["reasoning"] += delta.get("reasoning_content") or ""
-        found["logprobs"] += (choice["logprobs"] or {"content": []})["content"]
-        found["ends"] += [choice["finish_reason"]] if choice["finish_reason"] else []
+        delta, result = choice["delta"], choices[choice["index"]]
+        assert not result["ends"], "nothing follows the finish reason"
+        result["content"] += delta.get("content") or ""
+        result["reasoning"] += delta.get("reasoning_content") or ""
+        result["logprobs"] += (choice["logprobs"] or {"content": []})["content"]
+        result["ends"] += [choice["finish_reason"]] if choice["finish_reason"] else []
         for call in delta.get("tool_calls", ()):
-            known = found["calls"].setdefault(call["index"], ["", "", ""])
+            known = result["calls"].setdefault(call["index"], ["", "", ""])
             known[0] += call.get("id", "")
             known[1] += call["function"].get("name", "")
             known[2] += call["function"]["arguments"]
@@ -170,11 +170,11 @@ def of_completions(bodies):
     choices = defaultdict(lambda: {"text": "", "tokens": [], "offsets": [], "ends": []})
     for body in bodies[:-1]:
         (choice,) = body["choices"]
-        found = choices[choice["index"]]
-        found["text"] += choice["text"]
-        found["tokens"] += choice["logprobs"]["tokens"]
-        found["offsets"] += choice["logprobs"]["text_offset"]
-        found["ends"] += [choice["finish_reason"]] if choice["finish_reason"] else []
+        result = choices[choice["index"]]
+        result["text"] += choice["text"]
+        result["tokens"] += choice["logprobs"]["tokens"]
+        result["offsets"] += choice["logprobs"]["text_offset"]
+        result["ends"] += [choice["finish_reason"]] if choice["finish_reason"] else []
     return dict(choices), bodies[-1]["usage"]
 
 
@@ -241,18 +241,18 @@ def expected(name, reply):
     """The same of an answer that is not streamed."""
     match name:
         case "chat":
-            found = {}
+            actual = {}
             for choice in reply["choices"]:
                 message = choice["message"]
                 calls = enumerate(message.get("tool_calls", ()))
-                found[choice["index"]] = {
+                actual[choice["index"]] = {
                     "content": message["content"] or "",
                     "reasoning": message.get("reasoning_content", ""),
-                    "calls": {at: [one["id"], *one["function"].values()] for at, one in calls},
+                    "calls": {at: [item["id"], *item["function"].values()] for at, item in calls},
                     "logprobs": choice["logprobs"]["content"],
                     "ends": [choice["finish_reason"]],
                 }
-            return found, reply["usage"]
+            return actual, reply["usage"]
         case "completions":
             return {
                 choice["index"]: {

@@ -197,7 +197,7 @@ async def test_a_foreign_field_is_ignored_with_one_warning_or_refused(name, capl
         async with served() as (address, session, _), SDKS[name].client(address) as api:
             for _ in range(2):
                 await SDKS[name].ask(api)(**SDKS[name].body, extra_body=more)
-            assert [path in one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == [True]
+            assert [path in record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [True]
         async with served(refuses_foreign=True) as (address, session, _), SDKS[name].client(address) as api:
             with pytest.raises(SDKS[name].errors.BadRequestError) as caught:
                 await SDKS[name].ask(api)(**SDKS[name].body, extra_body=more)
@@ -216,9 +216,9 @@ NOT_NEUTRAL = {
 
 @pytest.mark.parametrize("name", SDKS)
 async def test_neutral_values_and_metadata_of_inference_servers_have_no_effect(name):
-    own = {"completions": {"add_special_tokens": True}}.get(name, {})
+    ours = {"completions": {"add_special_tokens": True}}.get(name, {})
     bodies = [{field: value} for field, (values, _) in NEUTRAL.items() for value in (*values, None)]
-    bodies = [body for body in bodies if not body.keys() & own] + [METADATA_VALUES, own]
+    bodies = [body for body in bodies if not body.keys() & ours] + [METADATA_VALUES, ours]
     async with served() as (address, session, _), httpx.AsyncClient() as http:
         for body in [{}, *bodies]:
             got = await http.post(f"{address}/sessions/{KEY}/v1{SDKS[name].path}", json={**SDKS[name].body, **body})
@@ -226,7 +226,7 @@ async def test_neutral_values_and_metadata_of_inference_servers_have_no_effect(n
     first, *others = session.requests
     limits = {"top_k", "frequency_penalty", "presence_penalty"}  # Of the run, unless the request names them.
     for body, other in zip(bodies, others, strict=True):
-        settings = replace(first.settings, **{one: getattr(other.settings, one) for one in body.keys() & limits})
+        settings = replace(first.settings, **{item: getattr(other.settings, item) for item in body.keys() & limits})
         assert replace(other, num_bytes=first.num_bytes, fingerprint=first.fingerprint) == replace(
             first, settings=settings
         )
@@ -258,10 +258,10 @@ async def test_the_ids_of_tokens_are_those_that_vllm_sends(name, stream):
     options = {"stream": stream, "extra_body": {"return_token_ids": True}}
     async with served(shown) as (address, session, _), SDKS[name].client(address) as api:
         got = await SDKS[name].ask(api)(**SDKS[name].body, **options)
-        chunks = [one async for one in got] if stream else [got]
+        chunks = [item async for item in got] if stream else [got]
     assert session.requests[0].shows_prompt
     holders = chunks if name == "chat" else [chunk.choices[0] for chunk in chunks]
-    prompts = [list(ids) for one in holders if (ids := one.model_extra.get("prompt_token_ids")) is not None]
+    prompts = [list(ids) for holder in holders if (ids := holder.model_extra.get("prompt_token_ids")) is not None]
     tokens = [token for chunk in chunks for token in chunk.choices[0].model_extra.get("token_ids", [])]
     assert (prompts, tokens) == ([[7, 8, 9]], [0, 1, 2])
 
@@ -340,8 +340,8 @@ async def test_unknown_and_ambiguous_keys_are_refused():
 
 @pytest.mark.parametrize("by_path", [True, False])
 async def test_chat_reads_an_answer_with_reasoning_and_tool_calls(by_path):
-    given = answer("text", reasoning="why", calls=[call()])
-    async with served(given) as (address, session, _), openai_client(address, by_path=by_path) as api:
+    inputs = answer("text", reasoning="why", calls=[call()])
+    async with served(inputs) as (address, session, _), openai_client(address, by_path=by_path) as api:
         options = {"temperature": 0.5, "max_completion_tokens": 9, "max_tokens": 12}
         got = await api.chat.completions.create(**CHAT, tools=TOOLS, **options)
     message, request = got.choices[0].message, session.requests[0]
@@ -354,20 +354,20 @@ async def test_chat_reads_an_answer_with_reasoning_and_tool_calls(by_path):
 
 
 async def test_what_chat_delivered_and_got_back_is_the_same_message():
-    given = answer("", reasoning="why", calls=[call(), call(call_id="call-2")])
-    async with served(given) as (address, session, _), openai_client(address) as api:
+    inputs = answer("", reasoning="why", calls=[call(), call(call_id="call-2")])
+    async with served(inputs) as (address, session, _), openai_client(address) as api:
         first = await api.chat.completions.create(**CHAT, tools=TOOLS)
         results = [{"role": "tool", "tool_call_id": f"call-{n}", "content": "4"} for n in (1, 2)]
         history = [*QUESTION, first.choices[0].message, *results]
         await api.chat.completions.create(model="m", messages=history, tools=TOOLS)
     sent_back = session.requests[1].messages[1]
-    assert sent_back == answer_message(given)
-    assert message_key({**sent_back, "content": ""}) == message_key(answer_message(given))
+    assert sent_back == answer_message(inputs)
+    assert message_key({**sent_back, "content": ""}) == message_key(answer_message(inputs))
 
 
 async def test_a_stream_of_chat_has_the_same_answers_as_the_reply():
-    given = (answer("one", reasoning="r", calls=[call(), call("sub", call_id="call-2")]), answer("two"))
-    async with served(given) as (address, _, _), openai_client(address) as api:
+    inputs = (answer("one", reasoning="r", calls=[call(), call("sub", call_id="call-2")]), answer("two"))
+    async with served(inputs) as (address, _, _), openai_client(address) as api:
         options = {"stream": True, "stream_options": {"include_usage": True}}
         stream = await api.chat.completions.create(**CHAT, n=2, logprobs=True, **options)
         chunks = [chunk async for chunk in stream]
@@ -426,8 +426,8 @@ async def test_a_prompt_may_be_token_ids_and_a_stream_ends_with_the_usage(prompt
 
 
 async def test_responses_reads_an_answer_and_sends_its_items_back():
-    given = answer("text", reasoning="why", calls=[call(), call("sub", call_id="call-2")])
-    async with served(given) as (address, session, _), openai_client(address) as api:
+    inputs = answer("text", reasoning="why", calls=[call(), call("sub", call_id="call-2")])
+    async with served(inputs) as (address, session, _), openai_client(address) as api:
         options = {"max_output_tokens": 9, "include": ["message.output_text.logprobs"]}
         got = await api.responses.create(**RESPONSE, instructions="Be.", tools=RESPONSE_TOOLS, **options)
         outputs = [{"type": "function_call_output", "call_id": f"call-{n}", "output": "4"} for n in (1, 2)]
@@ -441,14 +441,14 @@ async def test_responses_reads_an_answer_and_sends_its_items_back():
     assert first.messages == ({"role": "system", "content": "Be."}, *QUESTION)
     assert (first.settings.max_new_tokens, first.tools[0]["function"]["name"]) == (9, "add")
     _, sent_back, *results = second.messages
-    assert sent_back == answer_message(given)
-    assert [one["tool_call_id"] for one in results] == ["call-1", "call-2"]
+    assert sent_back == answer_message(inputs)
+    assert [result["tool_call_id"] for result in results] == ["call-1", "call-2"]
     assert second.tool_choice == "add"
 
 
 async def test_a_stream_of_responses_assembles_to_the_reply():
-    given = answer("text", reasoning="why", calls=[call()])
-    async with served(given) as (address, _, _), openai_client(address) as api:
+    inputs = answer("text", reasoning="why", calls=[call()])
+    async with served(inputs) as (address, _, _), openai_client(address) as api:
         whole = await api.responses.create(**RESPONSE)
         async with api.responses.stream(**RESPONSE) as stream:
             events = [event.type async for event in stream]
@@ -491,13 +491,13 @@ async def test_the_openai_agents_sdk_runs_a_tool_loop(kind, stream):
     if kind is OpenAIChatCompletionsModel:
         del delivered["reasoning_content"]  # this client does not send it back
     assert message_key(sent_back) == message_key(delivered)
-    assert [(one["tool_call_id"], one["content"]) for one in results] == [("call-1", "4"), ("call-2", "4")]
+    assert [(item["tool_call_id"], item["content"]) for item in results] == [("call-1", "4"), ("call-2", "4")]
 
 
 @pytest.mark.parametrize("by_path", [True, False])
 async def test_messages_reads_reasoning_text_and_tool_calls_and_sends_them_back(by_path):
-    given = answer("text", reasoning="why", calls=[call(), call("sub", call_id="call-2")])
-    async with served(given) as (address, session, _), anthropic_client(address, by_path=by_path) as api:
+    inputs = answer("text", reasoning="why", calls=[call(), call("sub", call_id="call-2")])
+    async with served(inputs) as (address, session, _), anthropic_client(address, by_path=by_path) as api:
         options = {"stop_sequences": ["x"], "extra_body": {"top_k": 5}}
         system = [{"type": "text", "text": "Be."}]
         got = await api.messages.create(**MESSAGE, tools=MESSAGE_TOOLS, system=system, **options)
@@ -512,23 +512,23 @@ async def test_messages_reads_reasoning_text_and_tool_calls_and_sends_them_back(
     assert first.messages == ({"role": "system", "content": "Be."}, *QUESTION)
     assert (first.tools, first.settings.stop, first.settings.top_k) == (tuple(TOOLS), ("x",), 5)
     _, sent_back, *rest = second.messages
-    assert message_key(sent_back) == message_key(answer_message(given))
+    assert message_key(sent_back) == message_key(answer_message(inputs))
     assert sent_back["reasoning_content"] == "why"
-    assert [(one["role"], one["content"]) for one in rest] == [("tool", "4"), ("tool", "4"), ("user", "and?")]
+    assert [(item["role"], item["content"]) for item in rest] == [("tool", "4"), ("tool", "4"), ("user", "and?")]
     assert second.tool_choice == "add"
     assert len(session.delivered_answers) == 2
 
 
 async def test_a_stream_of_messages_assembles_to_the_reply():
-    given = answer("text", reasoning="why", calls=[call()])
+    inputs = answer("text", reasoning="why", calls=[call()])
     async with (
-        served(given, answer("cut", finish_reason="length")) as (address, _, _),
+        served(inputs, answer("cut", finish_reason="length")) as (address, _, _),
         anthropic_client(address) as api,
     ):
         async with api.messages.stream(**MESSAGE) as stream:
             streamed = await stream.get_final_message()
         second = await api.messages.create(**MESSAGE)
-    async with served(given) as (address, _, _), anthropic_client(address) as api:
+    async with served(inputs) as (address, _, _), anthropic_client(address) as api:
         whole = await api.messages.create(**MESSAGE)
         counted = await api.messages.count_tokens(model="m", messages=QUESTION)
     assert streamed.model_dump(exclude={"parsed_output"}) == whole.model_dump(exclude={"parsed_output"})

@@ -63,8 +63,10 @@ def test_an_example_loses_nothing_in_its_rehearsal(data, capsys, monkeypatch, ta
     monkeypatch.chdir(ROOT)
     status = run_command(["rehearse", *words, "--data", str(data[task] / "held_out.jsonl"), "--json"])
     report = json.loads(capsys.readouterr().out)
-    assert {one["scenario"]: one["problems"] for one in report["scenarios"] if one["problems"]} == {}
-    assert all(one["is_reached"] for one in report["scenarios"])
+    assert {
+        scenario["scenario"]: scenario["problems"] for scenario in report["scenarios"] if scenario["problems"]
+    } == {}
+    assert all(scenario["is_reached"] for scenario in report["scenarios"])
     assert (status, report["good_reward"]) == (0, 1.0)
 
 
@@ -119,8 +121,8 @@ def trained(data: Path, folder: Path, *words: str, program: tuple[str, ...] = ()
 )  # fmt: skip
 def test_an_example_is_trained_in_a_real_run(data, tmp_path, task, words):
     samples = trained(data[task], tmp_path, *words)
-    assert sum(one["state"] == "trained" for one in samples) >= 12
-    assert all(one["session"]["turns"] and one["session"]["status"] == "ok" for one in samples)
+    assert sum(sample["state"] == "trained" for sample in samples) >= 12
+    assert all(sample["session"]["turns"] and sample["session"]["status"] == "ok" for sample in samples)
     metrics = (tmp_path / "agents" / "calculator" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(metrics[-1])["rollout/episode/num_turns"] >= 1
 
@@ -128,7 +130,7 @@ def test_an_example_is_trained_in_a_real_run(data, tmp_path, task, words):
 def test_a_program_from_outside_is_trained(data, tmp_path):
     program = ("-c", WAIT, str(EXAMPLES / "online.py"))
     samples = trained(data["calculator"], tmp_path, OTHER, "workflow_args.online=true", program=program)
-    assert sum(one["state"] == "trained" for one in samples) >= 12
+    assert sum(sample["state"] == "trained" for sample in samples) >= 12
 
 
 WAIT = """
@@ -145,7 +147,7 @@ def test_what_agents_of_users_do_ends_with_a_clear_line_and_leaves_nothing(data,
     """Errors, a hang, a child process, prints, turns at the same time, a client that blocks."""
     words = [f"workflow_args.agent={OBSERVED}:behaves", "agent.timeout_s=20", "agent.workers=2", "total_train_steps=6"]
     samples = trained(data["calculator"], tmp_path, *words)
-    assert {len(one["session"]["turns"]) for one in samples} == {1, 3}
+    assert {len(sample["session"]["turns"]) for sample in samples} == {1, 3}
     run = tmp_path / "agents" / "calculator"
     failed = subprocess.run(
         [sys.executable, "-m", "areal", "show", str(run), "--rejected", "--json", "--limit", "99"],
@@ -154,8 +156,8 @@ def test_what_agents_of_users_do_ends_with_a_clear_line_and_leaves_nothing(data,
         text=True,
         check=True,
     )
-    reasons = {one["reason"] for one in json.loads(failed.stdout)["samples"]}
-    assert any("LookupError: no such page" in one and "observed_agents.py" in one for one in reasons)
+    reasons = {sample["reason"] for sample in json.loads(failed.stdout)["samples"]}
+    assert any("LookupError: no such page" in reason and "observed_agents.py" in reason for reason in reasons)
     assert "agent_timeout" in reasons
-    left = [one.pid for one in psutil.process_iter(["cmdline"]) if MARK in " ".join(one.info["cmdline"] or [])]
+    left = [item.pid for item in psutil.process_iter(["cmdline"]) if MARK in " ".join(item.info["cmdline"] or [])]
     assert not left

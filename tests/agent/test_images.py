@@ -71,8 +71,8 @@ def text(words: str) -> dict[str, Any]:
 def turn(*contents: Any) -> TurnRequest:
     """Alternating messages of user and assistant."""
     roles = ("user", "assistant")
-    found = tuple({"role": roles[n % 2], "content": content} for n, content in enumerate(contents))
-    return TurnRequest(messages=found, fingerprint=repr(found))
+    result = tuple({"role": roles[n % 2], "content": content} for n, content in enumerate(contents))
+    return TurnRequest(messages=result, fingerprint=repr(result))
 
 
 class Engine:
@@ -127,18 +127,18 @@ async def test_turns_with_images_are_one_row_with_their_images(tokenizer: Any, i
     (first,) = await session.answer(asked)
     follow = {"role": "user", "content": [image("blue"), text("<|image_pad|>?")]}
     await session.answer(replace(asked, messages=(*asked.messages, answer_message(first), follow), fingerprint="x"))
-    one, two = engine.requests
-    red, blue = one.images[0], two.images[-1]
-    assert [*one.images] == [red, red]
+    subject, two = engine.requests
+    red, blue = subject.images[0], two.images[-1]
+    assert [*subject.images] == [red, red]
     assert [*two.images] == [red, red, blue]
     assert red.grid == blue.grid == (1, 2, 4)
-    assert [*one.input_ids].count(PAD) == 4
-    assert [*two.input_ids][: len(one.input_ids) + 3] == [*one.input_ids, *engine.answer_ids]
+    assert [*subject.input_ids].count(PAD) == 4
+    assert [*two.input_ids][: len(subject.input_ids) + 3] == [*subject.input_ids, *engine.answer_ids]
     (row,) = trajectories(session.transcript, cut="tree", reward=1.0, session=0)
     assert [*row.images] == [red, red, blue]
     assert [*row.token_ids] == [*two.input_ids, *engine.answer_ids]
     assert sum(row.loss_mask) == 6
-    assert await session.count_tokens(asked) == len(one.input_ids)
+    assert await session.count_tokens(asked) == len(subject.input_ids)
 
 
 async def test_equal_tokens_of_different_images_are_different_branches(tokenizer: Any, images: DialogueImages) -> None:
@@ -150,7 +150,9 @@ async def test_equal_tokens_of_different_images_are_different_branches(tokenizer
     assert first.images != second.images
     assert first.images == third.images
     rows = trajectories(session.transcript, cut="tree", reward=1.0, session=0)
-    assert sorted(row.images[0].sha256 for row in rows) == sorted(one.images[0].sha256 for one in engine.requests)
+    assert sorted(row.images[0].sha256 for row in rows) == sorted(
+        request.images[0].sha256 for request in engine.requests
+    )
 
 
 async def test_images_that_cannot_be_used_are_refused(tokenizer: Any, images: DialogueImages) -> None:
@@ -205,7 +207,7 @@ def test_all_dialects_read_images_of_users_and_results_of_tools() -> None:
         {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": [result, *texts, anthropic]}]}
     )
     assert [message["content"] for message in asked.turn.messages] == [expected, expected]
-    parts = [{"type": "input_text", "text": one["text"]} for one in texts]
+    parts = [{"type": "input_text", "text": each["text"]} for each in texts]
     output = {"type": "function_call_output", "call_id": "1", "output": [*parts, item]}
     asked = responses.DIALECT.parse({"model": "m", "input": [{"role": "user", "content": [*parts, item]}, output]})
     assert [message["content"] for message in asked.turn.messages] == [expected, expected]
@@ -228,7 +230,7 @@ def test_a_conversation_takes_images_of_tools(tokenizer: Any, images: DialogueIm
 
 
 async def looks(row: dict[str, Any], client: Any, session: Any) -> None:
-    content = [{"type": "image_url", "image_url": {"url": one}} for one in row["images"]]
+    content = [{"type": "image_url", "image_url": {"url": item}} for item in row["images"]]
     await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": content}])
 
 

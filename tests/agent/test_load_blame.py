@@ -7,19 +7,19 @@ import pytest
 from areal.workflow.agent import LoadBlame, SessionLoad, blamed, load_gap
 
 
-def zero_gap(found) -> float:
-    gap = load_gap(found)
+def zero_gap(result) -> float:
+    gap = load_gap(result)
     return gap.zero if gap.is_significant else 0.0
 
 
 def sessions(zero_rate, *, versions=(1,), count=400, seed=0):
     """`zero_rate(load, version)`."""
     rng = random.Random(seed)
-    found = []
+    result = []
     for number in range(count):
         load, version = rng.uniform(0, 32), versions[number * len(versions) // count]
-        found.append(SessionLoad(is_zero=rng.random() < zero_rate(load, version), load=load, version=version))
-    return found
+        result.append(SessionLoad(is_zero=rng.random() < zero_rate(load, version), load=load, version=version))
+    return result
 
 
 def test_a_time_out_that_bites_only_under_load_is_found() -> None:
@@ -33,12 +33,12 @@ def test_zeros_of_the_policy_are_not_blamed_on_the_load() -> None:
 
 def test_a_policy_that_becomes_worse_while_the_load_grows_is_not_blamed_on_the_load() -> None:
     rng = random.Random(0)
-    found = [
+    result = [
         SessionLoad(is_zero=rng.random() < 0.1 + 0.15 * version, load=10 * version + rng.random(), version=version)
         for version in range(5)
         for _ in range(80)
     ]
-    assert zero_gap(found) == 0.0
+    assert zero_gap(result) == 0.0
 
 
 def test_the_kind_of_load_is_named_and_each_kind_is_compared() -> None:

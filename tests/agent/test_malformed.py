@@ -21,8 +21,8 @@ async def attack(path, rng, num, *, is_real=False):
     `is_real`: to a session with a chat template that refuses some dialogues, and a policy.
     """
     valid = VALID[path]
-    own = session_of(ScriptedEngine(lambda prompt: "four"), template=NO_USER_AFTER_TOOL) if is_real else None
-    async with served(session=own) as (address, session, _), ClientSession(headers=JSON) as http:
+    ours = session_of(ScriptedEngine(lambda prompt: "four"), template=NO_USER_AFTER_TOOL) if is_real else None
+    async with served(session=ours) as (address, session, _), ClientSession(headers=JSON) as http:
         url = f"{address}/sessions/{KEY}/v1{path}"
         num_answered = 0
         for _ in range(num):
@@ -38,7 +38,7 @@ async def attack(path, rng, num, *, is_real=False):
                     assert error["code"].startswith(("agent.", "request.")), (request, error)
                     assert error["message"], request
                     assert not request.param or error["param"] == request.param, (request, error)
-            assert (len(session.requests) if own is None else own.counts.turns) == num_answered
+            assert (len(session.requests) if ours is None else ours.counts.turns) == num_answered
         async with http.post(url, json=valid) as answer:
             assert answer.status == 200, await answer.text()
 

@@ -35,7 +35,7 @@ async def rehearsed(pool, name, *scenarios, timeout_s=60.0, way="agent"):
     ref = FunctionRef(name=name, file=str(AGENTS))
     job = AgentJob(row=ROW, base_url="", key="", watch=True, **{way: ref})
     report = await play(pool, Target(job=job, script=Script(answer="42")), chosen(scenarios), timeout_s=timeout_s)
-    return {one["scenario"]: one for one in report["scenarios"]}
+    return {scenario["scenario"]: scenario for scenario in report["scenarios"]}
 
 
 @pytest.fixture
@@ -63,10 +63,10 @@ LEAK = AgentOutcome(status="ok", reward=1.0, leaks=["a"])
 
 @pytest.mark.parametrize("needs_reward", [False, True])
 def test_a_good_answer_needs_a_reward_where_no_function_gives_one(needs_reward):
-    found = problems_of(
+    result = problems_of(
         SCENARIOS[0], AgentOutcome(status="ok"), reward=None, good_reward=None, num_lost=0, needs_reward=needs_reward
     )
-    assert found == ["no reward"] * needs_reward
+    assert result == ["no reward"] * needs_reward
 
 
 @pytest.mark.parametrize(
@@ -85,22 +85,22 @@ def test_a_good_answer_needs_a_reward_where_no_function_gives_one(needs_reward):
     ],
 )
 def test_problems_of_an_outcome(name, outcome, good, lost, problems):
-    scenario = next(one for one in SCENARIOS if one.name == name)
+    scenario = next(item for item in SCENARIOS if item.name == name)
     assert problems_of(scenario, outcome, reward=outcome.reward, good_reward=good, num_lost=lost) == problems
 
 
 def test_the_first_scenario_is_always_played():
-    assert [one.name for one in chosen(["busy"])] == ["answers", "busy"]
+    assert [item.name for item in chosen(["busy"])] == ["answers", "busy"]
     assert chosen([]) == SCENARIOS
 
 
 @module_loop
 async def test_a_good_agent_loses_nothing_in_any_scenario(pool):
     report = await rehearsed(pool, "good")
-    assert list(report) == [one.name for one in SCENARIOS]
-    assert {one["scenario"]: one["problems"] for one in report.values() if one["problems"]} == {}
-    assert all(one["is_reached"] for one in report.values())
-    kept = [one.name for one in SCENARIOS if one.keeps_reward]
+    assert list(report) == [item.name for item in SCENARIOS]
+    assert {item["scenario"]: item["problems"] for item in report.values() if item["problems"]} == {}
+    assert all(item["is_reached"] for item in report.values())
+    kept = [item.name for item in SCENARIOS if item.keeps_reward]
     assert {report[name]["reward"] for name in kept} == {1.0}
     assert [report[name]["num_requests"] for name in ("busy", "dropped", "retries", "outage")] == [4, 4, 6, 3]
     assert [report[name]["num_turns"] for name in ("dropped", "retries", "overflow")] == [2, 2, 1]
@@ -122,7 +122,9 @@ LOSSES = [  # agent, scenarios, seconds -> problems of each scenario, and where 
 
 
 @module_loop
-@pytest.mark.parametrize(("name", "scenarios", "timeout_s", "problems", "lines"), LOSSES, ids=lambda one: str(one)[:12])
+@pytest.mark.parametrize(
+    ("name", "scenarios", "timeout_s", "problems", "lines"), LOSSES, ids=lambda item: str(item)[:12]
+)
 async def test_what_an_agent_loses_and_at_which_line(pool, name, scenarios, timeout_s, problems, lines):
     way = "agent" if name.islower() else "environment"
     report = await rehearsed(pool, name, *scenarios, timeout_s=float(timeout_s), way=way)
@@ -141,7 +143,7 @@ async def test_what_an_agent_loses_and_at_which_line(pool, name, scenarios, time
 @pytest.mark.parametrize(("name", "loses"), [("with_runner", True), ("good", False), ("OneAnswer", False)])
 async def test_a_client_that_does_not_send_thinking_back_is_shown(pool, name, loses):
     report = await rehearsed(pool, name, "thinking", way="agent" if name.islower() else "environment")
-    assert [(one["loses_thinking"], one["problems"]) for one in report.values()] == [(False, []), (loses, [])]
+    assert [(item["loses_thinking"], item["problems"]) for item in report.values()] == [(False, []), (loses, [])]
 
 
 @module_loop

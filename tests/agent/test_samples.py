@@ -17,7 +17,7 @@ CUTS = get_args(Cut)
 
 def trained(rows):
     """Every trained token with the tokens before it and what is recorded about it."""
-    found = []
+    result = []
     for row in rows:
         encode_episode(0, TrajectoryGroup(trajectories=[row]), TokenLimits(2**16, 99, strict=True))
         rewards = row.columns.get(TURN_REWARDS) or [row.reward] * len(row.token_ids)
@@ -29,8 +29,8 @@ def trained(rows):
                     row.columns[TURNS][place],
                     rewards[place],
                 )
-                found.append((tuple(row.token_ids[: place + 1]), *facts))
-    return sorted(found)
+                result.append((tuple(row.token_ids[: place + 1]), *facts))
+    return sorted(result)
 
 
 @st.composite
@@ -126,10 +126,10 @@ class TestRows:
 def test_routed_experts_are_those_of_the_answer_that_a_token_is_part_of(transcript, cut):
     is_overwritten = any(turn.is_overwritten for turn in transcript.turns.values())
     for row in trajectories(transcript, cut=cut, reward=1.0, session=0):
-        found = list(struct.iter_unpack("<2h", row.columns[ROUTED_EXPERTS].tobytes()))
-        assert len(found) == len(row.token_ids)
-        for place, (token, version) in enumerate(found):
+        result = list(struct.iter_unpack("<2h", row.columns[ROUTED_EXPERTS].tobytes()))
+        assert len(result) == len(row.token_ids)
+        for place, (token, version) in enumerate(result):
             assert token in (row.token_ids[place], -1)
-            if place + 1 < len(found) and row.loss_mask[place + 1]:
+            if place + 1 < len(result) and row.loss_mask[place + 1]:
                 made_by = row.output_versions[place + 1]
                 assert version == made_by or (is_overwritten and version == -1)

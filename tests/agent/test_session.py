@@ -57,9 +57,12 @@ async def test_ids_of_calls_are_unique_in_the_session_and_the_prompt_keeps_those
         (call,) = answer.tool_calls
         dialogue += [answer_message(answer), {"role": "tool", "tool_call_id": call.call_id, "content": "1"}]
         assert session.turn_of(call.call_id) == answer.turn_id
-    assert len({call["id"] for one in dialogue for call in one.get("tool_calls", ())}) == 3
+    assert len({call["id"] for item in dialogue for call in item.get("tool_calls", ())}) == 3
     assert session.transcript.num_forks == 0
-    assert [one.get("tool_call_id") for one in session.last_messages if one["role"] == "tool"] == ["mine", "mine"]
+    assert [message.get("tool_call_id") for message in session.last_messages if message["role"] == "tool"] == [
+        "mine",
+        "mine",
+    ]
 
 
 @pytest.mark.parametrize("is_sent_back", [True, False])
@@ -121,10 +124,10 @@ async def test_a_retry_after_a_lost_server_samples_again() -> None:
     lost = iter([True, False])
     generate = engine.agenerate
 
-    async def agenerate(given):
+    async def agenerate(inputs):
         if next(lost):
             raise ServerUnavailable("gone", code="fleet.no_replica")
-        return await generate(given)
+        return await generate(inputs)
 
     engine.agenerate = agenerate
     session = session_of(engine)

@@ -96,10 +96,10 @@ async def test_a_client_that_leaves_before_the_head_finds_its_answer_with_a_retr
     stream.leave(cancels=False)
     again = session.stream(request(retry_count=1))
     while not again.is_whole:
-        (found,) = await again.grown(60.0)
-    assert (found.text, len(engine.requests), session.counts.retries) == (TEXT, 1, 1)
+        (result,) = await again.grown(60.0)
+    assert (result.text, len(engine.requests), session.counts.retries) == (TEXT, 1, 1)
     third = session.stream(request(retry_count=1))
-    assert await third.grown(60.0) == (found,)
+    assert await third.grown(60.0) == (result,)
     assert third.is_whole
 
 
@@ -126,7 +126,7 @@ async def test_the_last_reader_of_a_turn_ends_it_and_the_journal_has_its_intent_
     assert list(session.transcript.turns) == ["s1.0", "s1.2"]
     await journal.aclose()
     events = [orjson.loads(line) for path in tmp_path.iterdir() for line in path.read_bytes().splitlines()]
-    assert [(one["event"], one.get("turn") or one["turns"]) for one in events] == [
+    assert [(event["event"], event.get("turn") or event["turns"]) for event in events] == [
         ("intent", ["s1.0"]), ("generated", "s1.0"), ("intent", ["s1.1"]), ("intent", ["s1.2"]), ("generated", "s1.2"),
     ]  # fmt: skip
 
@@ -136,8 +136,8 @@ async def test_a_stream_ends_with_what_it_has_when_the_time_of_its_session_is_ov
     session = session_of(engine, limits=SessionLimits(max_seconds=0.05))
     stream = session.stream(request())
     while not stream.is_whole:
-        (found,) = await stream.grown(60.0)
-    assert (found.text, found.finish_reason, found.token_ids) == ("one tw", "length", ())
+        (result,) = await stream.grown(60.0)
+    assert (result.text, result.finish_reason, result.token_ids) == ("one tw", "length", ())
     assert (session.counts.timed_out, session.transcript.turns) == (1, {})
 
 

@@ -92,13 +92,13 @@ class TestExtension:
 class TestPlainPrompts:
     def test_text_extends_its_recorded_prompt_and_answer(self):
         def encode(text, special):
-            return [*([1] if special else []), *(ord(one) for one in text)]
+            return [*([1] if special else []), *(ord(item) for item in text)]
 
         transcript = Transcript(CharBridge(), encode=encode)
         context = transcript.context(TurnRequest(prompt="a b"))
         transcript.add_answer(context, "1", response_of(" c d"), {"role": "assistant", "content": "cd"})
         later = transcript.context(TurnRequest(prompt="a bcd e"))
-        assert later.token_ids == [1, *(ord(one) for one in "a b c d e")]
+        assert later.token_ids == [1, *(ord(each) for each in "a b c d e")]
         assert not later.is_fork
 
     def test_token_ids_extend_equal_token_ids(self):
@@ -138,7 +138,7 @@ class TestDrift:
         generated = [(node.turn_id, text_of(node.token_ids)) for node in path_to(leaf) if node.is_generated]
         assert generated == [("1", "okay indeed>"), ("2", "fine>")]
         kept = [node for node in path_to(leaf) if node.is_generated]
-        assert all(list(node.logprobs) == pytest.approx([-one / 1000 for one in node.token_ids]) for node in kept)
+        assert all(list(node.logprobs) == pytest.approx([-item / 1000 for item in node.token_ids]) for node in kept)
         assert (transcript.num_forks, transcript.num_drifts) == (0, 1)
 
     def test_several_answers_to_a_context_realign_it_once(self):

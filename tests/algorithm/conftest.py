@@ -42,19 +42,19 @@ def make_tokens(logprobs, old=None, advantages=None, mask=None, sequence=None, c
     logprobs = torch.as_tensor(logprobs)
     zeros = torch.zeros_like(logprobs).detach()
 
-    def given(values, default):
+    def or_default(values, default):
         return default if values is None else torch.as_tensor(values)
 
-    index = given(sequence, torch.zeros_like(zeros, dtype=torch.int64))
+    index = or_default(sequence, torch.zeros_like(zeros, dtype=torch.int64))
     return PolicyTokens(
         logprobs=logprobs,
-        old_logprobs=given(old, zeros),
-        rollout_logprobs=given(rollout, zeros),
-        advantages=given(advantages, torch.ones_like(zeros)),
-        mask=given(mask, torch.ones_like(zeros, dtype=torch.bool)),
+        old_logprobs=or_default(old, zeros),
+        rollout_logprobs=or_default(rollout, zeros),
+        advantages=or_default(advantages, torch.ones_like(zeros)),
+        mask=or_default(mask, torch.ones_like(zeros, dtype=torch.bool)),
         sequence_index=index,
         num_sequences=int(index.max()) + 1 if index.numel() else 0,
-        columns={CHOSEN: given(chosen, torch.zeros_like(zeros, dtype=torch.bool))},
+        columns={CHOSEN: or_default(chosen, torch.zeros_like(zeros, dtype=torch.bool))},
     )
 
 
@@ -153,7 +153,7 @@ class Kit:
         """Of a weighted sum, so that it matters which token a gradient belongs to."""
         tokens = random_tokens(7)
         weights = torch.linspace(0.5, 2.0, tokens.mask.numel(), dtype=torch.float64)
-        found = gradient_of(tokens, weights, **options)
+        result = gradient_of(tokens, weights, **options)
         now = tokens.logprobs.tolist()
 
         def total(theta):
@@ -163,8 +163,8 @@ class Kit:
         for u in range(len(now)):
             up, down = list(now), list(now)
             up[u], down[u] = now[u] + STEP, now[u] - STEP
-            assert float(found[u]) == pytest.approx((total(up) - total(down)) / (2 * STEP), abs=1e-7)
-        assert found.abs().sum() > 0
+            assert float(result[u]) == pytest.approx((total(up) - total(down)) / (2 * STEP), abs=1e-7)
+        assert result.abs().sum() > 0
 
     def any_cut_gives_the_same(self, **options):
         tokens = random_tokens(8)

@@ -98,11 +98,11 @@ def test_gae_does_not_depend_on_the_neighbours_in_the_pack():
     rewards, values = torch.randn(56, generator=generator), torch.randn(56, generator=generator)
     together = generalised_advantages(rewards, values, mask, index, 3, discount=0.99, gae_lambda=0.95)
     for s in range(3):
-        own = index == s
+        ours = index == s
         alone = generalised_advantages(
-            rewards[own], values[own], mask[own], index[own] - s, 1, discount=0.99, gae_lambda=0.95
+            rewards[ours], values[ours], mask[ours], index[ours] - s, 1, discount=0.99, gae_lambda=0.95
         )
-        assert torch.equal(together.advantages[own], alone.advantages)
+        assert torch.equal(together.advantages[ours], alone.advantages)
 
 
 def test_masked_nan_does_not_spread_and_trained_nan_does():

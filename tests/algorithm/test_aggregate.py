@@ -29,18 +29,18 @@ def aggregated(mask, index, losses, num_sequences, aggregation, parts, *, length
     total, denominator = 0.0, 0.0
     for part in parts:
         rows = [t for s in part for t in range(len(index)) if index[t] == s]
-        own = torch.tensor([part.index(int(index[t])) for t in rows], dtype=torch.int64)
-        weights = loss_weights(mask[rows], own, len(part), aggregation)
+        ours = torch.tensor([part.index(int(index[t])) for t in rows], dtype=torch.int64)
+        weights = loss_weights(mask[rows], ours, len(part), aggregation)
         total += (weights * losses[rows]).sum().item()
-        denominator += local_denominator(mask[rows], own, len(part), aggregation, max_tokens=length).item()
+        denominator += local_denominator(mask[rows], ours, len(part), aggregation, max_tokens=length).item()
     return total / denominator * loss_scale(aggregation, denominator, length)
 
 
 @pytest.mark.parametrize("aggregation", BY_HAND)
 @pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[3, 0], [], [2, 1]]])
 def test_any_cut_gives_the_loss_worked_by_hand(aggregation, parts):
-    found = aggregated(MASK, INDEX, LOSSES, 4, aggregation, parts, length=4)
-    assert found == pytest.approx(BY_HAND[aggregation], rel=1e-6)
+    result = aggregated(MASK, INDEX, LOSSES, 4, aggregation, parts, length=4)
+    assert result == pytest.approx(BY_HAND[aggregation], rel=1e-6)
 
 
 @st.composite
@@ -81,8 +81,8 @@ def test_any_cut_equals_the_formula(aggregation, drawn, length):
     mask = torch.tensor([trained for row in rows for _, trained in row])
     losses = torch.tensor([value for row in rows for value, _ in row], dtype=torch.float64)
     index = torch.tensor([s for s, row in enumerate(rows) for _ in row])
-    found = aggregated(mask, index, losses, len(rows), aggregation, parts, length=length)
-    assert found == pytest.approx(by_formula(rows, aggregation, length), rel=1e-6, abs=1e-5)
+    result = aggregated(mask, index, losses, len(rows), aggregation, parts, length=length)
+    assert result == pytest.approx(by_formula(rows, aggregation, length), rel=1e-6, abs=1e-5)
 
 
 def test_a_sum_without_a_constant_is_the_plain_sum():
@@ -113,8 +113,8 @@ def test_statistics_by_hand():
     values, mask = torch.tensor([1.0, 4.0, float("nan"), -2.0]), torch.tensor([True, True, False, True])
     stats = {kind: TokenStat(values, mask, kind) for kind in ("mean", "sum", "max", "min")}
     stats["share"] = TokenStat(torch.tensor([True, False, True, False]), mask)
-    found = {name: metric.value for name, metric in to_metrics(stats).items()}
-    assert found == pytest.approx({"mean": 1.0, "sum": 3.0, "max": 4.0, "min": -2.0, "share": 1 / 3})
+    result = {name: metric.value for name, metric in to_metrics(stats).items()}
+    assert result == pytest.approx({"mean": 1.0, "sum": 3.0, "max": 4.0, "min": -2.0, "share": 1 / 3})
 
 
 def test_parts_merge_to_the_whole_even_with_empty_parts():

@@ -19,13 +19,13 @@ NAMED = ("policy_loss", "adv_estimator")
 
 def tables(text: str) -> list[list[list[str]]]:
     """Every Markdown table as rows of cells, the header row first."""
-    found: list[list[list[str]]] = [[]]
+    result: list[list[list[str]]] = [[]]
     for line in text.splitlines():
         if line.startswith("|"):
-            found[-1].append([cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))])
-        elif found[-1]:
-            found.append([])
-    return [[row for row in table if not set("".join(row)) <= set("-: ")] for table in found if table]
+            result[-1].append([cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))])
+        elif result[-1]:
+            result.append([])
+    return [[row for row in table if not set("".join(row)) <= set("-: ")] for table in result if table]
 
 
 def rows(section: str = "actor") -> list[tuple[str, list[dict[str, Any]]]]:
@@ -35,8 +35,8 @@ def rows(section: str = "actor") -> list[tuple[str, list[dict[str, Any]]]]:
         places = [i for i, title in enumerate(header) if title.startswith(f"config (`{section}.`)")]
         for cells in body if places else []:
             spans = re.findall(r"`([^`]+)`", cells[places[0]])
-            given = [yaml.safe_load(span if span.startswith("{") else f"{{{span}}}") for span in spans if ":" in span]
-            result.append((cells[0], given))
+            inputs = [yaml.safe_load(span if span.startswith("{") else f"{{{span}}}") for span in spans if ":" in span]
+            result.append((cells[0], inputs))
     return result
 
 
@@ -53,10 +53,10 @@ SECTIONS: dict[str, type[Any]] = {
 ROWS = [(cls, *row) for name, cls in SECTIONS.items() for row in rows(name)]
 
 
-@pytest.mark.parametrize(("cls", "name", "given"), ROWS, ids=[name for _, name, _ in ROWS])
-def test_the_configuration_of_every_row_loads(cls, name, given):
+@pytest.mark.parametrize(("cls", "name", "inputs"), ROWS, ids=[name for _, name, _ in ROWS])
+def test_the_configuration_of_every_row_loads(cls, name, inputs):
     tree: dict[str, Any] = {}
-    for part in given:
+    for part in inputs:
         tree |= part
     needs_path = {"path": "x"} if "path" in fields_of(cls) else {}
     problems = read(cls, needs_path | tree).problems
@@ -70,7 +70,7 @@ def test_every_config_column_is_checked():
 
 
 def test_every_named_choice_has_a_row():
-    pairs = [(key, part[key]) for _, given in rows() for part in given for key in NAMED if key in part]
+    pairs = [(key, part[key]) for _, item in rows() for part in item for key in NAMED if key in part]
     shown = {(key, value["name"] if isinstance(value, dict) else value) for key, value in pairs}
     wanted = {(key, value) for key in NAMED if (spec := fields_of(PPOActorConfig).get(key)) for value in spec.choices}
     assert len(rows()) > 10
@@ -79,7 +79,7 @@ def test_every_named_choice_has_a_row():
 
 def test_every_option_named_on_the_page_exists():
     known = set(fields_of(PPOActorConfig)) | set(_names_below(PPOActorConfig))
-    options = {name for _, given in rows() for part in given for name in part}
+    options = {name for _, item in rows() for part in item for name in part}
     assert {"reward_norm", "use_decoupled_loss", "c_clip"} <= options
     assert options <= known
 

@@ -80,8 +80,8 @@ def test_best_of_group_by_hand():
 def test_decoupled_rewards_by_hand():
     # group 0: function 0 gives (1 - 0.5) / std 0.7071 = +-0.7071, function 1 is constant: 0; group 1 has no function 1
     parts = torch.tensor([[1.0, 3.0], [0.0, 3.0], [2.0, NAN], [2.0, NAN]], dtype=torch.float64)
-    found = decoupled_rewards(parts, [2.0, 1.0], torch.tensor([0, 0, 1, 1]))
-    assert found.tolist() == pytest.approx([2 * 0.5**0.5, -2 * 0.5**0.5, 0, 0], abs=1e-4)
+    result = decoupled_rewards(parts, [2.0, 1.0], torch.tensor([0, 0, 1, 1]))
+    assert result.tolist() == pytest.approx([2 * 0.5**0.5, -2 * 0.5**0.5, 0, 0], abs=1e-4)
     other = torch.tensor([[1.0, 1.0], [0.0, 1000.0]], dtype=torch.float64)
     assert decoupled_rewards(other, [1.0, 1.0], torch.tensor([4, 4])).tolist() == pytest.approx([0, 0], abs=1e-4)
     assert decoupled_rewards(parts[:0], [1.0, 1.0], torch.zeros(0, dtype=torch.int64)).tolist() == []
@@ -89,8 +89,8 @@ def test_decoupled_rewards_by_hand():
 
 def test_best_of_group_over_the_std_equals_verl():
     """verl's compute_grpo_passk_outcome_advantage: (0.9 - 0.5) / (std with n - 1 of {0.9, 0.5, 0.1} = 0.4, + 1e-6)."""
-    found = best_of_group(torch.tensor([0.9, 0.5, 0.1, 2.0, 2.0]), torch.tensor([0, 0, 0, 1, 1]), divide_by_std=True)
-    assert found.tolist() == pytest.approx([1.0, 0, 0, 0, 0], abs=1e-5)
+    result = best_of_group(torch.tensor([0.9, 0.5, 0.1, 2.0, 2.0]), torch.tensor([0, 0, 0, 1, 1]), divide_by_std=True)
+    assert result.tolist() == pytest.approx([1.0, 0, 0, 0, 0], abs=1e-5)
 
 
 def test_the_scale_counts_all_ranks_by_hand():
@@ -98,10 +98,10 @@ def test_the_scale_counts_all_ranks_by_hand():
     scale = valid_sample_scale(
         torch.tensor([1.0, 0.0, 1.0, 1.0]),
         torch.tensor([0, 0, 1, 1]),
-        reduce=lambda own: own + torch.tensor([8.0, 1.0], dtype=torch.float64),
+        reduce=lambda ours: ours + torch.tensor([8.0, 1.0], dtype=torch.float64),
     )
     assert scale == 4.0
-    empty = valid_sample_scale(torch.zeros(0), torch.zeros(0, dtype=torch.int64), reduce=lambda own: own + 3)
+    empty = valid_sample_scale(torch.zeros(0), torch.zeros(0, dtype=torch.int64), reduce=lambda count: count + 3)
     assert empty == 1.0
 
 

@@ -54,20 +54,20 @@ class Rows:
 
 def slow_places(mask, unit):
     """For each position the trained positions that share its unit; loops only."""
-    found = []
+    result = []
     for t in range(len(mask)):
         if unit == "sequence":
-            found.append([u for u in range(len(mask)) if mask[u]])
+            result.append([u for u in range(len(mask)) if mask[u]])
         elif unit == "segment":
             first, last = t, t
             while first > 0 and mask[first - 1]:
                 first -= 1
             while last + 1 < len(mask) and mask[last + 1]:
                 last += 1
-            found.append([u for u in range(first, last + 1) if mask[u]])
+            result.append([u for u in range(first, last + 1) if mask[u]])
         else:
-            found.append([t])
-    return found
+            result.append([t])
+    return result
 
 
 def cut(x):
@@ -120,13 +120,13 @@ def slow_correct(rows, options):
                 weight = min(max(weight, lower), options.upper)
             elif options.mode == "mask":
                 stays = stays and lower <= ratio <= options.upper
-            for one in options.rules:
-                one_unit, one_how = slow_level(one.level)
-                value = slow_value(log_ratios, slow_places(mask, one_unit)[t], one.metric, one_how)
-                if one.action == "clamp":
-                    weight = min(max(weight, one.lower or -INF), one.upper or INF)
+            for item in options.rules:
+                one_unit, one_how = slow_level(item.level)
+                value = slow_value(log_ratios, slow_places(mask, one_unit)[t], item.metric, one_how)
+                if item.action == "clamp":
+                    weight = min(max(weight, item.lower or -INF), item.upper or INF)
                 else:
-                    stays = stays and (one.lower or -INF) <= value <= (one.upper or INF)
+                    stays = stays and (item.lower or -INF) <= value <= (item.upper or INF)
             kept.append(stays)
             weights.append((weight if options.apply_weights else 1.0) if stays else 0.0)
     return weights, kept
@@ -160,10 +160,10 @@ def test_it_equals_the_slow_reference(options):
     for seed in range(3):
         rows = Rows.random(seed)
         weights, kept = slow_correct(rows, options)
-        found = rows.apply(options)
-        assert found.kept.tolist() == kept
-        assert found.weights.tolist() == pytest.approx(weights, rel=1e-12, abs=1e-12)
-        assert found.weights.dtype == torch.float64
+        result = rows.apply(options)
+        assert result.kept.tolist() == kept
+        assert result.weights.tolist() == pytest.approx(weights, rel=1e-12, abs=1e-12)
+        assert result.weights.dtype == torch.float64
 
 
 @pytest.mark.parametrize("options", CASES, ids=range(len(CASES)))
@@ -219,10 +219,10 @@ def test_veto_by_hand():
     ratios = [[0.2, 5.0, 1.0], [1.0, 0.05, 1.0, 1.0], [0.1, 1.0]]
     masks = [[True, True, False], [True, True, True, False], [True, False]]
     rows = Rows([[math.log(r) for r in row] for row in ratios], masks)
-    found = rows.apply(section(mode="off", veto_threshold=0.0999))
-    assert found.kept.tolist() == [True, True, False] + [False] * 4 + [True, False]
-    assert found.stats["correction/vetoed"].values.sum() == 3
-    sequences = found.stats["correction/vetoed_sequences"]
+    result = rows.apply(section(mode="off", veto_threshold=0.0999))
+    assert result.kept.tolist() == [True, True, False] + [False] * 4 + [True, False]
+    assert result.stats["correction/vetoed"].values.sum() == 3
+    sequences = result.stats["correction/vetoed_sequences"]
     assert sequences.values[sequences.mask].tolist() == [False, True, False]
     # an untrained token never vetoes
     masks[1][1] = False
@@ -255,17 +255,17 @@ def test_rules_look_at_the_ratios_as_measured_and_their_masks_meet():
     for rules in ([token, mean], [mean, token]):
         assert rows.apply(section(mode="off", rules=rules)).kept.tolist() == [True, True, False]
     # a clamp moves weights, not what later rules see: 16 -> 2 does not save the token from the mask
-    found = rows.apply(section(rules=[rule(action="clamp", upper=2.0), rule(upper=10.0)]))
-    assert found.weights.tolist() == pytest.approx([0.5, 0.5, 0])
-    assert found.stats["correction/rule0_clamped"].values.tolist() == [False, False, True]
-    assert found.stats["correction/rule1_masked"].values.tolist() == [False, False, True]
+    result = rows.apply(section(rules=[rule(action="clamp", upper=2.0), rule(upper=10.0)]))
+    assert result.weights.tolist() == pytest.approx([0.5, 0.5, 0])
+    assert result.stats["correction/rule0_clamped"].values.tolist() == [False, False, True]
+    assert result.stats["correction/rule1_masked"].values.tolist() == [False, False, True]
 
 
 def test_only_trained_tokens_break_a_rule():
     mask, index = torch.tensor([True, False, True]), torch.zeros(3).long()
     gaps = torch.tensor([0.0, 0.0, -1.0], dtype=torch.float64)
-    found = broken_by(rule(metric="k1", lower=0.5), gaps, Spans(mask, index, 1))
-    assert found.tolist() == [True, False, False]
+    result = broken_by(rule(metric="k1", lower=0.5), gaps, Spans(mask, index, 1))
+    assert result.tolist() == [True, False, False]
 
 
 def test_batch_normalisation_by_hand():
@@ -313,14 +313,14 @@ def test_what_is_logged_by_hand():
 def test_m2po_looks_at_what_the_bounds_leave():
     # squares 0.04, 0.09, 1; the bound takes the last: mean of the rest 0.065 <= 0.07. Alone it would leave only 0.04
     rows = Rows([[0.2, 0.3, 1.0]], [[True] * 3])
-    found = rows.apply(section(mode="off", rules=[rule(upper=2.0)]), m2_threshold=0.07)
-    assert found.kept.tolist() == [True, True, False]
-    assert not found.stats["correction/m2_masked"].values.any()
+    result = rows.apply(section(mode="off", rules=[rule(upper=2.0)]), m2_threshold=0.07)
+    assert result.kept.tolist() == [True, True, False]
+    assert not result.stats["correction/m2_masked"].values.any()
     # squares 0.01, 0.04, 0.09: all of them have mean 0.047 <= 0.05, without the first 0.065
     rows_of_small = Rows([[0.1, -0.2, -0.3]], [[True] * 3])
-    found = rows_of_small.apply(section(mode="off", rules=[rule(metric="k1", lower=0.0)]), m2_threshold=0.05)
-    assert found.kept.tolist() == [False, True, False]
-    stats = {name: stat.values[stat.mask].tolist() for name, stat in found.stats.items()}
+    result = rows_of_small.apply(section(mode="off", rules=[rule(metric="k1", lower=0.0)]), m2_threshold=0.05)
+    assert result.kept.tolist() == [False, True, False]
+    stats = {name: stat.values[stat.mask].tolist() for name, stat in result.stats.items()}
     assert stats["correction/m2_masked"] == [False, False, True]
     assert stats["correction/m2"] == pytest.approx([0.04, 0.09])
     assert stats["correction/m2_kept"] == pytest.approx([0.04])
@@ -341,25 +341,25 @@ def test_masked_garbage_reaches_nothing():
     )
     clean = Rows([[0.0, 0.1, 0.2, 0.0], [0.0, 0.0]], masks).apply(options)
     for bad in (NAN, INF, -INF, -50.0):
-        found = Rows([[bad, 0.1, 0.2, bad], [bad, bad]], masks).apply(options)
-        assert torch.equal(found.weights, clean.weights)
-        assert torch.equal(found.kept, clean.kept)
+        result = Rows([[bad, 0.1, 0.2, bad], [bad, bad]], masks).apply(options)
+        assert torch.equal(result.weights, clean.weights)
+        assert torch.equal(result.kept, clean.kept)
 
 
 def test_a_trained_nan_stays_in_and_shows_itself():
     masks = [[True, True], [True, True]]
     options = section(mode="mask", upper=2.0, veto_threshold=0.1, rules=[rule(metric="k2", upper=0.5)])
-    found = Rows([[NAN, 0.1], [0.1, 0.1]], masks).apply(options, m2_threshold=0.04)
-    assert found.weights[0].isnan()
-    assert found.kept.all()
-    assert found.weights[2:].isfinite().all()
+    result = Rows([[NAN, 0.1], [0.1, 0.1]], masks).apply(options, m2_threshold=0.04)
+    assert result.weights[0].isnan()
+    assert result.kept.all()
+    assert result.weights[2:].isfinite().all()
     by_sequence = Rows([[NAN, 0.1], [0.1, 0.1]], masks).apply(section(level="sequence", mode="mask", upper=2.0))
     assert by_sequence.weights[:2].isnan().all()
 
 
 def test_infinite_log_ratios_are_cut_like_large_ones():
-    found = Rows([[INF, -INF, 50.0]], [[True] * 3]).apply(section())
-    assert found.weights.tolist() == pytest.approx([math.exp(20), math.exp(-20), math.exp(20)])
+    result = Rows([[INF, -INF, 50.0]], [[True] * 3]).apply(section())
+    assert result.weights.tolist() == pytest.approx([math.exp(20), math.exp(-20), math.exp(20)])
     # sums are cut again: 30 tokens of ratio e are e^20, not e^30
     assert Rows([[1.0] * 30], [[True] * 30]).apply(section(level="sequence")).weights[0] == pytest.approx(math.exp(20))
 
@@ -377,9 +377,9 @@ def test_nothing_to_train_on(options):
 def test_weights_carry_no_gradient():
     old, rollout = torch.zeros(3, requires_grad=True), torch.full((3,), 0.1, requires_grad=True)
     spans = Spans(torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64), 1)
-    found = correct(old, rollout, spans, section(level="sequence", batch_normalize=True))
-    assert not found.weights.requires_grad
-    assert found.weights.dtype == torch.float32
+    result = correct(old, rollout, spans, section(level="sequence", batch_normalize=True))
+    assert not result.weights.requires_grad
+    assert result.weights.dtype == torch.float32
 
 
 def test_a_token_left_out_gives_nothing_however_bad_its_loss():

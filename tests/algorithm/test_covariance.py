@@ -62,32 +62,32 @@ def test_covariances_by_hand():
     # A = 1, 3, -1 (mean 1), log pi = -1, -2, -3 (mean -2): 0 * 1, 2 * 0, -2 * -1; the NaN is masked
     nan = float("nan")
     mask = torch.tensor([True, True, True, False])
-    found = token_covariances(torch.tensor([1.0, 3, -1, nan]), torch.tensor([-1.0, -2, -3, nan]), mask, **ALL)
-    assert found.tolist() == [0, 0, 2, 0]
+    result = token_covariances(torch.tensor([1.0, 3, -1, nan]), torch.tensor([-1.0, -2, -3, nan]), mask, **ALL)
+    assert result.tolist() == [0, 0, 2, 0]
 
 
 def test_covariances_equal_the_formula():
     advantages, logprobs, mask, _ = draw(0, 200)
-    found = token_covariances(advantages, logprobs, mask, **ALL)
-    assert found.tolist() == pytest.approx(slow_covariances(advantages, logprobs, mask), abs=1e-12)
+    result = token_covariances(advantages, logprobs, mask, **ALL)
+    assert result.tolist() == pytest.approx(slow_covariances(advantages, logprobs, mask), abs=1e-12)
 
 
 @pytest.mark.parametrize("ratio", [0.0001, 0.01, 0.3, 1.0])
 def test_the_highest_are_those_of_a_sort(ratio):
     advantages, logprobs, mask, draws = draw(1, 500)
     values = token_covariances(advantages, logprobs, mask, **ALL)
-    found = highest_covariances(values, draws, mask, ratio=ratio, **ALL)
+    actual = highest_covariances(values, draws, mask, ratio=ratio, **ALL)
     order = sorted((t for t in range(500) if mask[t]), key=lambda t: -float(values[t]))
     expected = sorted(order[: max(1, int(ratio * len(order)))])
-    assert found.nonzero().flatten().tolist() == expected
+    assert actual.nonzero().flatten().tolist() == expected
 
 
 def test_equal_covariances_are_told_apart_by_the_draw():
     mask = torch.ones(6, dtype=torch.bool)
     values = torch.tensor([1.0, 1.0, 1.0, -1.0, 1.0, 2.0])
     draws = torch.tensor([5, 900, 7, 1000, 2**31 - 1, 0])
-    found = highest_covariances(values, draws, mask, ratio=0.5, **ALL)  # 3 of 6: the 2, then the highest draws
-    assert found.tolist() == [False, True, False, False, True, True]
+    result = highest_covariances(values, draws, mask, ratio=0.5, **ALL)  # 3 of 6: the 2, then the highest draws
+    assert result.tolist() == [False, True, False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_equal_covariances_are_told_apart_by_the_draw():
 def test_a_draw_takes_the_largest_between_the_bounds(ratio, bounds):
     advantages, logprobs, mask, draws = draw(2, 400)
     values = token_covariances(advantages, logprobs, mask, **ALL)
-    found = drawn_between(values, draws, mask, low=bounds[0], high=bounds[1], ratio=ratio, **ALL)
+    actual = drawn_between(values, draws, mask, low=bounds[0], high=bounds[1], ratio=ratio, **ALL)
     between = [t for t in range(400) if mask[t] and bounds[0] < values[t] < bounds[1]]
     wanted = max(1, int(ratio * int(mask.sum())))
-    assert found.nonzero().flatten().tolist() == sorted(sorted(between, key=lambda t: -int(draws[t]))[:wanted])
+    assert actual.nonzero().flatten().tolist() == sorted(sorted(between, key=lambda t: -int(draws[t]))[:wanted])
 
 
 def test_at_least_one_token_and_none_of_none():

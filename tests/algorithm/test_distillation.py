@@ -30,14 +30,14 @@ def test_its_policy_gradient_is_that_of_the_reverse_kl():
     policy = logits.log_softmax(-1)
     everything = torch.ones(9, dtype=torch.bool)
     advantages = distilled_advantages(torch.zeros(9).double(), policy, teacher, everything, rl_weight=0.0, coef=1.0)
-    (found,) = torch.autograd.grad(-(policy.detach().exp() * advantages * policy).sum(), logits, retain_graph=True)
+    (actual,) = torch.autograd.grad(-(policy.detach().exp() * advantages * policy).sum(), logits, retain_graph=True)
     (expected,) = torch.autograd.grad((policy.exp() * (policy - teacher)).sum(), logits)
-    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+    assert torch.allclose(actual, expected, rtol=0, atol=1e-12)
     assert not advantages.requires_grad
 
 
 def test_log_ratios_are_cut_and_nan_shows_itself():
-    found = distilled_advantages(
+    result = distilled_advantages(
         torch.zeros(2),
         torch.zeros(2),
         torch.tensor([float("-inf"), NAN]),
@@ -45,8 +45,8 @@ def test_log_ratios_are_cut_and_nan_shows_itself():
         rl_weight=1.0,
         coef=1.0,
     )
-    assert found[0].item() == -20
-    assert found[1].isnan()
+    assert result[0].item() == -20
+    assert result[1].isnan()
 
 
 def test_shapes_that_would_broadcast_are_refused():

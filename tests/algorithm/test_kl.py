@@ -45,8 +45,8 @@ def test_gradient_equals_finite_differences(estimator, base):
 def test_by_hand():
     # x = log 0.5 - log 0.25 = log 2: k1 0.693147, k2 0.240227, k3 = 1/2 - 1 + log 2 = 0.193147, abs as k1
     policy, ref, mask = torch.tensor([0.5]).log(), torch.tensor([0.25]).log(), torch.tensor([True])
-    found = [kl_estimate(policy, ref, mask, name).item() for name in FORMULAS]
-    assert found == pytest.approx([0.693147, 0.240227, 0.193147, 0.693147], abs=1e-6)
+    result = [kl_estimate(policy, ref, mask, name).item() for name in FORMULAS]
+    assert result == pytest.approx([0.693147, 0.240227, 0.193147, 0.693147], abs=1e-6)
     assert kl_estimate(ref, policy, mask, "abs").item() == pytest.approx(0.693147, abs=1e-6)
     # sampled from a policy that gave 0.4: everything times 0.5 / 0.4
     corrected = kl_estimate(policy, ref, mask, "k3", base_logprobs=torch.tensor([0.4]).log())
@@ -58,10 +58,10 @@ def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(estimator):
     """Even where the cut of the estimate would stop its own gradient, up to the cut of the log-ratio."""
     policy = torch.tensor([0.3, -1.0, 0.0, 6.0, -7.0, 25.0], dtype=torch.float64, requires_grad=True)
     ref, mask = torch.zeros(6, dtype=torch.float64), torch.tensor([True] * 6)
-    found = kl_estimate(policy, ref, mask, estimator)
+    result = kl_estimate(policy, ref, mask, estimator)
     plain = kl_estimate(policy.detach(), ref, mask, estimator.removesuffix("+"))
-    assert torch.equal(found, plain)
-    found.sum().backward()
+    assert torch.equal(result, plain)
+    result.sum().backward()
     assert policy.grad.tolist() == pytest.approx([0.3, -1.0, 0.0, 6.0, -7.0, 0.0])
 
 
@@ -103,8 +103,8 @@ def test_what_the_mean_gradient_of_each_estimator_leads_to(estimator, direction)
 def test_the_correction_makes_value_and_gradient_right_whoever_sampled(estimator):
     other = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64)
     for sampled_from in (P, other):
-        found = mean_gradient(estimator, sampled_from=sampled_from, corrected=True)
-        assert torch.allclose(found, gradient_of(EXACT["reverse"]), atol=1e-12)
+        result = mean_gradient(estimator, sampled_from=sampled_from, corrected=True)
+        assert torch.allclose(result, gradient_of(EXACT["reverse"]), atol=1e-12)
         estimate = kl_estimate(P.log(), Q.log(), ALL, estimator, base_logprobs=sampled_from.log())
         assert (sampled_from * estimate).sum().item() == pytest.approx(EXACT["reverse"](P).item(), abs=1e-12)
 
@@ -125,8 +125,8 @@ def test_limits():
     assert kl_estimate(far, near, mask, "k1", limit=None).tolist() == [-20, 20]  # the cut of the log-ratio remains
     # the product with the correction is what is cut: 0.5^2 / 2 * e^5 = 18.6
     once = torch.ones(1, dtype=torch.bool)
-    found = kl_estimate(torch.tensor([0.5]), torch.zeros(1), once, "k2", base_logprobs=torch.tensor([-4.5]))
-    assert found.tolist() == [10]
+    result = kl_estimate(torch.tensor([0.5]), torch.zeros(1), once, "k2", base_logprobs=torch.tensor([-4.5]))
+    assert result.tolist() == [10]
 
 
 @pytest.mark.parametrize("estimator", EVERY)
@@ -190,17 +190,17 @@ def rows(tensor):
 
 def test_whole_vocabulary_equals_the_sum_over_it():
     policy, ref = distributions(1)
-    found = distribution_kl(policy, ref, rows(policy), is_whole=True, limit=None)
-    assert found.tolist() == pytest.approx(slow_kl(policy, ref), abs=1e-12)
+    result = distribution_kl(policy, ref, rows(policy), is_whole=True, limit=None)
+    assert result.tolist() == pytest.approx(slow_kl(policy, ref), abs=1e-12)
 
 
 def test_distributions_by_hand():
     # 0.6 log 3 + 0.3 log (6 / 7) + 0.1 log (2 / 9) = 0.659167 - 0.046245 - 0.150408
     # top 1: 0.6 log 3 + 0.4 log (0.4 / 0.8)
-    one = P.log().unsqueeze(0), Q.log().unsqueeze(0)
+    subject = P.log().unsqueeze(0), Q.log().unsqueeze(0)
     mask = torch.tensor([True])
-    assert distribution_kl(*one, mask, is_whole=True).item() == pytest.approx(0.462514, abs=1e-6)
-    first = one[0][:, :1], one[1][:, :1]
+    assert distribution_kl(*subject, mask, is_whole=True).item() == pytest.approx(0.462514, abs=1e-6)
+    first = subject[0][:, :1], subject[1][:, :1]
     assert distribution_kl(*first, mask, is_whole=False).item() == pytest.approx(0.659167 - 0.277259, abs=1e-6)
 
 
@@ -221,10 +221,10 @@ def test_more_tokens_never_lower_the_bound_and_all_of_them_reach_it(spread, dtyp
         exact = distribution_kl(policy, ref, rows(policy), is_whole=True, limit=None)
         previous = torch.zeros_like(exact)
         for k in range(1, policy.shape[-1] + 1):
-            found = distribution_kl(*top_of(policy, ref, k), rows(policy), is_whole=False, limit=None)
-            assert (found >= previous - rounding).all()
-            assert (found <= exact + rounding).all()
-            previous = found
+            result = distribution_kl(*top_of(policy, ref, k), rows(policy), is_whole=False, limit=None)
+            assert (result >= previous - rounding).all()
+            assert (result <= exact + rounding).all()
+            previous = result
         assert torch.allclose(previous, exact, atol=rounding)
 
 
@@ -235,8 +235,8 @@ def test_gradient_of_distributions_equals_finite_differences(is_whole):
     chosen = policy.topk(6 if is_whole else 3, dim=-1).indices
     mask = torch.tensor([True, True, False])
 
-    def divergence(given):
-        taken = given.log_softmax(-1).gather(-1, chosen)
+    def divergence(inputs):
+        taken = inputs.log_softmax(-1).gather(-1, chosen)
         return distribution_kl(taken, ref.gather(-1, chosen), mask, is_whole=is_whole)
 
     assert torch.autograd.gradcheck(divergence, (logits,))
@@ -247,17 +247,17 @@ def test_blocks_of_any_size_give_the_same_value_and_gradient(is_whole, monkeypat
     policy, ref = distributions(5)
     chosen = policy.topk(9 if is_whole else 4, dim=-1).indices
     mask = torch.arange(7) != 3
-    found = []
+    actual = []
     for numbers in (2**26, 27, 1):
         monkeypatch.setattr("areal.algorithm.kl.MAX_NUMBERS", numbers)
         logits = policy.clone().requires_grad_()
         taken = logits.log_softmax(-1).gather(-1, chosen)
         result = distribution_kl(taken, ref.gather(-1, chosen), mask, is_whole=is_whole)
         (result * torch.arange(7)).sum().backward()
-        found.append((result.detach(), logits.grad))
-    for result, gradient in found[1:]:
-        assert torch.allclose(result, found[0][0], rtol=0, atol=1e-15)
-        assert torch.allclose(gradient, found[0][1], rtol=0, atol=1e-15)
+        actual.append((result.detach(), logits.grad))
+    for result, gradient in actual[1:]:
+        assert torch.allclose(result, actual[0][0], rtol=0, atol=1e-15)
+        assert torch.allclose(gradient, actual[0][1], rtol=0, atol=1e-15)
     assert distribution_kl(policy[:0], ref[:0], mask[:0], is_whole=is_whole).shape == (0,)
 
 
@@ -269,9 +269,9 @@ def test_certainty_is_safe():
     for ref in (sure.detach(), unsure):
         for is_whole in (True, False):
             sure.grad = None
-            found = distribution_kl(sure, ref, mask, is_whole=is_whole)
-            assert 0 <= found.item() < KL_LIMIT
-            found.sum().backward()
+            result = distribution_kl(sure, ref, mask, is_whole=is_whole)
+            assert 0 <= result.item() < KL_LIMIT
+            result.sum().backward()
             assert sure.grad.isfinite().all()
     assert distribution_kl(sure, sure, mask, is_whole=False).item() == 0
     assert distribution_kl(unsure, sure.detach(), mask, is_whole=True, limit=None).item() < 20
@@ -280,8 +280,8 @@ def test_certainty_is_safe():
 def test_a_token_impossible_in_the_reference_alone_counts_as_a_log_ratio_of_20():
     half = torch.tensor([[0.5, 0.5]]).log()
     ref = torch.tensor([[0.0, -INF]])
-    found = distribution_kl(half, ref, torch.tensor([True]), is_whole=True, limit=None)
-    assert found.item() == pytest.approx(0.5 * 20 + 0.5 * math.log(0.5))
+    result = distribution_kl(half, ref, torch.tensor([True]), is_whole=True, limit=None)
+    assert result.item() == pytest.approx(0.5 * 20 + 0.5 * math.log(0.5))
     assert distribution_kl(half, ref, torch.tensor([True]), is_whole=True).item() == pytest.approx(9.653426, abs=1e-5)
     assert distribution_kl(half, ref - 30, torch.tensor([True]), is_whole=True).item() == KL_LIMIT
 
@@ -290,11 +290,11 @@ def test_a_token_impossible_in_the_reference_alone_counts_as_a_log_ratio_of_20()
 def test_masked_rows_reach_neither_value_nor_gradient_and_trained_nan_shows(is_whole):
     bad = torch.tensor([[NAN, INF], [-0.5, -1.5], [NAN, -1.0], [-INF, -INF]], requires_grad=True)
     ref = torch.tensor([[NAN, 0.0], [-0.6, -1.4], [-1.0, -1.0], [NAN, NAN]])
-    found = distribution_kl(bad, ref, torch.tensor([False, True, True, False]), is_whole=is_whole)
-    assert found[[0, 3]].tolist() == [0, 0]
-    assert found[1].isfinite()
-    assert found[2].isnan()
-    found[[0, 1, 3]].sum().backward()
+    result = distribution_kl(bad, ref, torch.tensor([False, True, True, False]), is_whole=is_whole)
+    assert result[[0, 3]].tolist() == [0, 0]
+    assert result[1].isfinite()
+    assert result[2].isnan()
+    result[[0, 1, 3]].sum().backward()
     assert bad.grad[[0, 1, 3]].isfinite().all()
 
 

@@ -27,8 +27,8 @@ NAN = float("nan")
     ],
 )
 def test_the_next_coefficient_by_hand(measured, factor):
-    found = adapted_coefficient(0.3, measured, target=0.5, num_sequences=10, horizon=100.0)
-    assert found == pytest.approx(0.3 * factor, rel=1e-12)
+    result = adapted_coefficient(0.3, measured, target=0.5, num_sequences=10, horizon=100.0)
+    assert result == pytest.approx(0.3 * factor, rel=1e-12)
 
 
 def test_a_batch_above_the_horizon_never_turns_the_sign():
@@ -56,16 +56,16 @@ def a_batch(seed, lengths):
 def test_the_controller_against_a_loop_over_sequences(measure):
     """The second sequence has no token that counts, and NaN besides: it is one of n, and in no mean."""
     kl, mask, index = a_batch(0, [5, 3, 1, 8, 6])
-    found = []
+    result = []
     for sequence in range(5):
         values = [v for v, m, s in zip(kl.tolist(), mask.tolist(), index.tolist(), strict=True) if m and s == sequence]
         if values:
-            found.append(sum(values) / (len(values) if measure == "token-mean" else 1))
-    measured = sum(found) / len(found)
+            result.append(sum(values) / (len(values) if measure == "token-mean" else 1))
+    measured = sum(result) / len(result)
     target = measured * 0.9
     controller = KLController(0.2, replace(ADAPTIVE, target=target, measure=measure))
     controller.observe(kl, mask, index, 5, reduce=identity_reduce)
-    assert len(found) < 5
+    assert len(result) < 5
     assert controller.coefficient == pytest.approx(0.2 * (1 + (1 / 0.9 - 1) * 5 / 100), rel=1e-6)
 
 

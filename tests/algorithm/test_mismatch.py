@@ -108,8 +108,8 @@ def test_by_hand():
 def test_equal_policies_are_at_no_distance():
     values = values_of([[(-1.0, -1.0, True)] * 3, [(-2.0, -2.0, True)]])
     nothing = dict.fromkeys(("k1", "k2", "k3", "ppl_gap", "chi2_token", "chi2_sequence"), 0.0)
-    one = dict.fromkeys(("ratio", "ratio_max", "ratio_min", "ppl_ratio", "ess_token", "ess_sequence"), 1.0)
-    assert {name: values[name] for name in nothing | one} == pytest.approx(nothing | one)
+    subject = dict.fromkeys(("ratio", "ratio_max", "ratio_min", "ppl_ratio", "ess_token", "ess_sequence"), 1.0)
+    assert {name: values[name] for name in nothing | subject} == pytest.approx(nothing | subject)
 
 
 def test_the_metrics_of_ranks_are_those_of_the_whole_batch():

@@ -102,12 +102,12 @@ PROVED: dict[str, dict[str, str]] = {
 
 def named_rows() -> dict[str, set[str]]:
     """Row -> the systems that its second column names."""
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     for _, *body in tables(PAGE.read_text(encoding="utf-8")):
         for cells in body:
             if systems := set(SYSTEMS.findall(cells[1])):
-                found.setdefault(cells[0], set()).update(systems)
-    return found
+                result.setdefault(cells[0], set()).update(systems)
+    return result
 
 
 def test_every_row_that_names_a_system_has_a_test_with_its_numbers():

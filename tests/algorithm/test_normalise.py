@@ -84,8 +84,8 @@ def test_std_about_the_subtracted_mean_equals_areal():
         expected
     )
     half = 0.5 / math.sqrt(101 / 3)
-    own = replace(areal, std_about="own")
-    assert normalise(rewards, own, groups).tolist() == pytest.approx([-half, half] * 2)
+    ours = replace(areal, std_about="own")
+    assert normalise(rewards, ours, groups).tolist() == pytest.approx([-half, half] * 2)
 
 
 def test_grpo_by_hand():

@@ -19,7 +19,7 @@ def problems(**options):
 
 
 def unused(**options):
-    return {one.path: one.relevant_when for one in options_without_effect(PPOActorConfig(path="x", **options))}
+    return {item.path: item.relevant_when for item in options_without_effect(PPOActorConfig(path="x", **options))}
 
 
 @pytest.mark.parametrize("name", [name for name in entries("losses") if name != "custom"])
@@ -77,11 +77,11 @@ def test_options_of_a_loss_are_checked_by_name(kit):
 
 
 def test_details_of_the_sequence_level_need_it(kit):
-    own = kit.section("sequence_level", gradient="own")
-    assert list(unused(sequence_level=own)) == ["sequence_level.gradient"]
-    assert not unused(sequence_level=own, policy_loss="gspo")
-    assert not unused(sequence_level=own, importance_sampling_level="sequence")
-    level = {"importance_sampling_level": "sequence", "sequence_level": own}
+    ours = kit.section("sequence_level", gradient="own")
+    assert list(unused(sequence_level=ours)) == ["sequence_level.gradient"]
+    assert not unused(sequence_level=ours, policy_loss="gspo")
+    assert not unused(sequence_level=ours, importance_sampling_level="sequence")
+    level = {"importance_sampling_level": "sequence", "sequence_level": ours}
     assert list(unused(policy_loss="cispo", **level)) == ["sequence_level.gradient"]
     assert list(unused(policy_loss="aipo", **level)) == ["sequence_level.gradient"]
     assert not unused(policy_loss=kit.section("aipo", truncation="objective"), **level)

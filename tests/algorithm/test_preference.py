@@ -33,12 +33,12 @@ def random_pairs(count=6, seed=0, spread=3.0) -> list[torch.Tensor]:
 
 def slope(function, values: torch.Tensor, step=1e-6) -> torch.Tensor:
     """Central differences of the sum of `function`, element by element."""
-    found = torch.zeros_like(values)
+    result = torch.zeros_like(values)
     for i in range(values.numel()):
         moved = torch.zeros_like(values)
         moved[i] = step
-        found[i] = (function(values + moved).sum() - function(values - moved).sum()) / (2 * step)
-    return found
+        result[i] = (function(values + moved).sum() - function(values - moved).sum()) / (2 * step)
+    return result
 
 
 def gradient(function, values: torch.Tensor) -> torch.Tensor:
@@ -60,8 +60,8 @@ def test_bradley_terry_follows_its_formula():
 
 def test_bradley_terry_by_hand():
     """Scores 2 and 1: -log sigmoid(1) = log(1 + 1/e) = 0.313262; with margin 1 both are even: log 2."""
-    found = bradley_terry_losses(torch.tensor([2.0, 2.0]), torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.0]))
-    assert found.tolist() == pytest.approx([0.3132617, 0.6931472])
+    result = bradley_terry_losses(torch.tensor([2.0, 2.0]), torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.0]))
+    assert result.tolist() == pytest.approx([0.3132617, 0.6931472])
 
 
 def test_the_two_scores_move_apart():
@@ -79,8 +79,8 @@ def test_centering_follows_its_formula_and_is_least_at_opposite_scores():
     assert centering_losses(chosen, rejected).tolist() == pytest.approx(expected)
     assert centering_losses(torch.tensor([1.5]), torch.tensor([-1.5])).item() == 0.0
     assert centering_losses(torch.tensor([1.0]), torch.tensor([2.0])).item() == 9.0
-    found = gradient(lambda x: centering_losses(x, rejected), chosen)
-    torch.testing.assert_close(found, slope(lambda x: centering_losses(x, rejected), chosen))
+    actual = gradient(lambda x: centering_losses(x, rejected), chosen)
+    torch.testing.assert_close(actual, slope(lambda x: centering_losses(x, rejected), chosen))
 
 
 # --- DPO and IPO -----------------------------------------------------------------------------------------------------
@@ -90,23 +90,23 @@ def test_centering_follows_its_formula_and_is_least_at_opposite_scores():
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_dpo_follows_equation_7_with_smoothed_labels(beta, smoothing):
     chosen, rejected, ref_chosen, ref_rejected = random_pairs()
-    found = dpo_losses(
+    actual = dpo_losses(
         preference_log_ratios(chosen, rejected, ref_chosen, ref_rejected), beta=beta, label_smoothing=smoothing
     )
     for i in range(chosen.numel()):
         h = beta * (chosen[i] - ref_chosen[i]).item() - beta * (rejected[i] - ref_rejected[i]).item()
         expected = -(1 - smoothing) * log_sigmoid(h) - smoothing * log_sigmoid(-h)
-        assert found[i].item() == pytest.approx(expected, abs=1e-12)
+        assert actual[i].item() == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("tau", [0.1, 1.0])
 def test_ipo_follows_equation_17(tau):
     chosen, rejected, ref_chosen, ref_rejected = random_pairs()
-    found = ipo_losses(preference_log_ratios(chosen, rejected, ref_chosen, ref_rejected), beta=tau)
+    result = ipo_losses(preference_log_ratios(chosen, rejected, ref_chosen, ref_rejected), beta=tau)
     for i in range(chosen.numel()):
         # h = log( pi(w) ref(l) / (pi(l) ref(w)) )
         ratio = math.exp(chosen[i]) * math.exp(ref_rejected[i]) / (math.exp(rejected[i]) * math.exp(ref_chosen[i]))
-        assert found[i].item() == pytest.approx((math.log(ratio) - 1 / (2 * tau)) ** 2, abs=1e-10)
+        assert result[i].item() == pytest.approx((math.log(ratio) - 1 / (2 * tau)) ** 2, abs=1e-10)
 
 
 def test_dpo_and_ipo_by_hand():
@@ -175,8 +175,8 @@ def test_no_pairs_give_no_losses():
 
 
 def test_accuracy_counts_ties_half():
-    found = preference_accuracy(torch.tensor([2.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 1.0]))
-    assert found.tolist() == [1.0, 0.5, 0.0]
+    result = preference_accuracy(torch.tensor([2.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 1.0]))
+    assert result.tolist() == [1.0, 0.5, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_the_last_of_each_sequence():
 
 def test_pairs_are_found_in_any_order():
     """Sequences 4, 1, 5, 0 of the batch lie at 0, 1, 2, 3: pairs (0, 1) and (4, 5)."""
-    found = pair_places([4, 1, 5, 0])
-    assert (found.chosen.tolist(), found.rejected.tolist()) == ([3, 0], [1, 2])
+    result = pair_places([4, 1, 5, 0])
+    assert (result.chosen.tolist(), result.rejected.tolist()) == ([3, 0], [1, 2])
     nothing = pair_places([])
     assert (nothing.chosen.tolist(), nothing.rejected.tolist()) == ([], [])
 

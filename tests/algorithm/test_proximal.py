@@ -19,16 +19,16 @@ def slow_alpha(version, token_version, done, total):
 @pytest.mark.parametrize("done", [0, 1, 3])
 def test_position_equals_the_formula(done):
     versions = torch.tensor([7, 6, 5, 0, -1])
-    found = prox_position(versions, version=7, progress=done / 4)
-    assert found.dtype == torch.float32
-    assert found.tolist() == pytest.approx([slow_alpha(7, v, done, 4) for v in versions.tolist()])
+    result = prox_position(versions, version=7, progress=done / 4)
+    assert result.dtype == torch.float32
+    assert result.tolist() == pytest.approx([slow_alpha(7, v, done, 4) for v in versions.tolist()])
 
 
 def test_position_by_hand():
     # half way through update 3: a token of version 2 is 1 behind the proximal policy and 1.5 behind theta; one of
     # version 3 is the proximal policy's own
-    found = prox_position(torch.tensor([2, 3, 1, 4]), version=3, progress=0.5)
-    assert found.tolist() == pytest.approx([1 / 1.5, 0.0, 2 / 2.5, 0.0])
+    result = prox_position(torch.tensor([2, 3, 1, 4]), version=3, progress=0.5)
+    assert result.tolist() == pytest.approx([1 / 1.5, 0.0, 2 / 2.5, 0.0])
     # at the start theta is the proximal policy, whatever the token's age. Staleness 1 is not the old policy
     assert prox_position(torch.tensor([2, 3]), version=3, progress=0.0).tolist() == [1.0, 1.0]
 

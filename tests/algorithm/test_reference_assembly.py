@@ -79,8 +79,8 @@ REJECTED = {
 def test_rejected_tokens_equal_verl(name):
     """rollout_rs and rollout_rs_threshold."""
     rules, expected = REJECTED[name]
-    found = corrected(mode="off", rules=[CorrectionRule(**rule) for rule in rules]).kept
-    assert found.int().tolist() == expected
+    actual = corrected(mode="off", rules=[CorrectionRule(**rule) for rule in rules]).kept
+    assert actual.int().tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def test_masked_weights_equal_verl():
 
     verl 0.6.0 gives the same weights with rollout_is_mode mask, rollout_is_threshold 2.
     """
-    found = corrected(mode="mask", upper=2.0, renormalize=True)
-    assert found.weights.tolist() == pytest.approx([1.5, 0.5, 1.2, 0.6, 0.0, 0.9], abs=1e-6)
-    assert found.kept.int().tolist() == [1, 1, 1, 1, 0, 1]
+    result = corrected(mode="mask", upper=2.0, renormalize=True)
+    assert result.weights.tolist() == pytest.approx([1.5, 0.5, 1.2, 0.6, 0.0, 0.9], abs=1e-6)
+    assert result.kept.int().tolist() == [1, 1, 1, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_geometric_weights_equal_verl(mode, expected):
 def test_truncated_weights_equal_roll():
     """use_rollout_importance_sampling_ratio, upper bound 2: ratios 1.5, 0.5 and 3."""
     ratios = numbers(1.5, 0.5, 3.0).log()
-    found = correct(ratios, torch.zeros_like(ratios), ONE, RolloutCorrectionConfig(upper=2.0))
-    assert found.weights.tolist() == pytest.approx([1.5, 0.5, 2.0], abs=1e-9)
+    result = correct(ratios, torch.zeros_like(ratios), ONE, RolloutCorrectionConfig(upper=2.0))
+    assert result.weights.tolist() == pytest.approx([1.5, 0.5, 2.0], abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ def test_behav_imp_weight_cap_equals_areal(kit, cap, expected):
     """Token losses and their mean, over all tokens of the mask."""
     options = RolloutCorrectionConfig(mode="mask", lower=0.0, upper=cap)
     tokens = kit.make_tokens(NEW, old=OLD, advantages=ADVANTAGES, rollout=ROLLOUT)
-    found = kit.loss_of(tokens).losses * correct(OLD, ROLLOUT, ONE, options).weights
-    assert [*found.tolist(), float(found.mean())] == pytest.approx(expected, abs=1e-9)
+    actual = kit.loss_of(tokens).losses * correct(OLD, ROLLOUT, ONE, options).weights
+    assert [*actual.tolist(), float(actual.mean())] == pytest.approx(expected, abs=1e-9)
 
 
 def test_bypass_mode_equals_verl(kit):
@@ -139,22 +139,22 @@ def test_bypass_mode_equals_verl(kit):
     reinforce (rollout_is token, threshold 1.1). Both read pi / pi_rollout of the policy in training.
     """
     tokens = kit.make_tokens(NEW, old=ROLLOUT, advantages=ADVANTAGES, rollout=ROLLOUT)
-    found = kit.loss_of(tokens, eps_clip=0.1, c_clip=3.0)
-    assert found.losses.tolist() == pytest.approx([-1.1, 1.2, -2.0], abs=1e-6)
+    result = kit.loss_of(tokens, eps_clip=0.1, c_clip=3.0)
+    assert result.losses.tolist() == pytest.approx([-1.1, 1.2, -2.0], abs=1e-6)
     rules = [CorrectionRule(**k1("token", 0.9, 1.15))]
     options = RolloutCorrectionConfig(numerator="training", mode="off", rules=rules, apply_weights=False)
     assert correct(NEW, ROLLOUT, ONE, options).kept.tolist() == [False, False, True]
     weights = correct(NEW, ROLLOUT, ONE, RolloutCorrectionConfig(numerator="training", upper=1.1)).weights
-    found = kit.loss_of(tokens, policy_loss="gpg").losses * weights
-    assert found.tolist() == pytest.approx([0.762461898616, -1.324370041048, 3.218875795066], abs=1e-6)
+    result = kit.loss_of(tokens, policy_loss="gpg").losses * weights
+    assert result.tolist() == pytest.approx([0.762461898616, -1.324370041048, 3.218875795066], abs=1e-6)
 
 
 @pytest.mark.parametrize(("threshold", "expected"), [(0.03, -1.2), (0.04, -1.4), (0.1, -2 / 3)])
 def test_the_mean_over_kept_tokens_equals_areal_m2po(kit, threshold, expected):
     """grpo_loss_fn with m2_threshold: -1.2, -1.4 and -0.6666666865. Rejected tokens leave its denominator."""
     kept = second_moment_kept(OLD - ROLLOUT, EVERY, threshold, reduce=identity_reduce)
-    found = kit.loss_of(kit.make_tokens(NEW, old=OLD, advantages=ADVANTAGES, mask=kept)).losses
-    assert float(found.sum() / kept.sum()) == pytest.approx(expected, abs=1e-6)
+    actual = kit.loss_of(kit.make_tokens(NEW, old=OLD, advantages=ADVANTAGES, mask=kept)).losses
+    assert float(actual.sum() / kept.sum()) == pytest.approx(expected, abs=1e-6)
 
 
 TOKEN_LOSSES = numbers(1, 2, 4, 3, 5, 7)
@@ -181,37 +181,37 @@ def test_aggregation_equals_verl_and_cosmos_rl(aggregation, length, expected):
     """Answers of 3, 2 and 1 tokens with losses l, 2 - l and l^2. verl: agg_loss, loss_scale_factor 8; its means of
     tokens divide by n + 1e-8. cosmos-rl: loss_type, unbiased_loss_max_tokens 8 with seq-mean-token-mean.
     """
-    found = [assembled(x, aggregation, length) for x in (TOKEN_LOSSES, 2 - TOKEN_LOSSES, TOKEN_LOSSES.square())]
-    assert found == pytest.approx(expected, abs=1e-6)
+    actual = [assembled(x, aggregation, length) for x in (TOKEN_LOSSES, 2 - TOKEN_LOSSES, TOKEN_LOSSES.square())]
+    assert actual == pytest.approx(expected, abs=1e-6)
 
 
 def test_sums_by_a_constant_equal_earlier_verl():
     """agg_loss of verl 0.6.1 and 0.7.0, seq-mean-token-sum-norm: the width of the padded batch, here 4, divides."""
-    found = [assembled(x, "token-sum", 4) for x in (TOKEN_LOSSES, 2 - TOKEN_LOSSES, TOKEN_LOSSES.square())]
-    assert found == pytest.approx([5.5, -2.5, 26.0], abs=1e-9)
+    result = [assembled(x, "token-sum", 4) for x in (TOKEN_LOSSES, 2 - TOKEN_LOSSES, TOKEN_LOSSES.square())]
+    assert result == pytest.approx([5.5, -2.5, 26.0], abs=1e-9)
 
 
 def test_an_entropy_bonus_equals_verl(kit):
     """ppo_loss of one token at a time, entropies 0.9, 1.1 and 0.4, entropy_coeff 0.01."""
     losses = kit.loss_of(kit.make_tokens(NEW, old=OLD, advantages=ADVANTAGES), c_clip=3.0).losses
     entropy = numbers(0.9, 1.1, 0.4).requires_grad_()
-    found = losses + 0.01 * entropy_loss(entropy, EVERY)
-    assert found.tolist() == pytest.approx([-1.208999991417, 0.788999974728, -1.603999972343], abs=1e-6)
+    result = losses + 0.01 * entropy_loss(entropy, EVERY)
+    assert result.tolist() == pytest.approx([-1.208999991417, 0.788999974728, -1.603999972343], abs=1e-6)
 
 
 def test_a_kl_term_in_the_loss_equals_verl_and_cosmos_rl(kit):
     """Coefficient 0.1, k3. verl: ppo_loss, kl_loss_type low_var_kl. cosmos-rl: kl_beta."""
     losses = kit.loss_of(kit.make_tokens(NEW, old=OLD, advantages=ADVANTAGES), c_clip=3.0).losses
-    found = losses + 0.1 * kl_estimate(NEW, REF, EVERY, "k3")
-    assert found.tolist() == pytest.approx([-1.199463948434, 0.801565489013, -1.590546510811], abs=1e-6)
+    result = losses + 0.1 * kl_estimate(NEW, REF, EVERY, "k3")
+    assert result.tolist() == pytest.approx([-1.199463948434, 0.801565489013, -1.590546510811], abs=1e-6)
 
 
 def test_a_corrected_kl_equals_cosmos_rl():
     """unbiased_kl_estimate: values, and the gradient of their sum."""
     logprobs = NEW.clone().requires_grad_()
-    found = kl_estimate(logprobs, REF, EVERY, "k3", base_logprobs=OLD)
-    assert found.tolist() == pytest.approx([0.006700644572, 0.011741167595, 0.075627913513], abs=1e-9)
-    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+    result = kl_estimate(logprobs, REF, EVERY, "k3", base_logprobs=OLD)
+    assert result.tolist() == pytest.approx([0.006700644572, 0.011741167595, 0.075627913513], abs=1e-9)
+    (gradient,) = torch.autograd.grad(result.sum(), logprobs)
     assert gradient.tolist() == pytest.approx([0.131700644572, 0.136741167595, -0.324372086487], abs=1e-9)
 
 
@@ -225,9 +225,9 @@ def test_a_corrected_kl_equals_cosmos_rl():
 def test_straight_through_estimates_equal_verl(estimator, expected):
     """kl_penalty: the values, and for both the gradient of k2."""
     logprobs = NEW.clone().requires_grad_()
-    found = kl_estimate(logprobs, OLD, EVERY, estimator)
-    assert found.tolist() == pytest.approx(expected, abs=1e-6)
-    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+    actual = kl_estimate(logprobs, OLD, EVERY, estimator)
+    assert actual.tolist() == pytest.approx(expected, abs=1e-6)
+    (gradient,) = torch.autograd.grad(actual.sum(), logprobs)
     assert gradient.tolist() == pytest.approx([0.223143536413, -0.287682047617, -0.223143536413], abs=1e-6)
 
 
@@ -236,15 +236,15 @@ def test_straight_through_estimates_equal_verl(estimator, expected):
 )
 def test_an_adapted_coefficient_equals_verl(measured, count, expected):
     """AdaptiveKLController(0.05, 0.1, 10000).update."""
-    found = adapted_coefficient(0.05, measured, target=0.1, num_sequences=count, horizon=10000)
-    assert found == pytest.approx(expected, abs=1e-12)
+    actual = adapted_coefficient(0.05, measured, target=0.1, num_sequences=count, horizon=10000)
+    assert actual == pytest.approx(expected, abs=1e-12)
 
 
 def test_an_adapted_entropy_coefficient_equals_areal():
     """aent_ppo_update after the warm-up: coeff_lr 1e-3, entropy between 0.1 and 0.5, box from 1e-5 to 1e-2."""
     options = AdaptiveEntropyConfig(entropy_low=0.1, entropy_high=0.5, coef_lr=1e-3, coef_low=1e-5, coef_high=1e-2)
-    found = [adapted_entropy_coef(2e-4, entropy, options) for entropy in (0.05, 0.3, 0.6, 0.9)]
-    assert found == pytest.approx([2.5e-4, 2e-4, 1e-4, 1e-5], abs=1e-12)
+    result = [adapted_entropy_coef(2e-4, entropy, options) for entropy in (0.05, 0.3, 0.6, 0.9)]
+    assert result == pytest.approx([2.5e-4, 2e-4, 1e-4, 1e-5], abs=1e-12)
     assert adapted_entropy_coef(9.99e-3, 0.0, options) == pytest.approx(1e-2, abs=1e-12)
 
 
@@ -259,8 +259,8 @@ def test_an_adapted_entropy_coefficient_equals_areal():
 def test_clamped_entropies_equal_areal(clamp, expected):
     logits = numbers(1, 2, 0.5, -1, 0, 3, 0.2, -2, 0.7, 1.5).reshape(2, 5)
     labels, outputs = torch.zeros(2, dtype=torch.int64), OutputSpec(entropy_clamp=clamp)
-    found = linear_logprobs(logits, torch.eye(5, dtype=torch.float64), None, labels, outputs=outputs)
-    assert found.clamped_entropy.tolist() == pytest.approx(expected, abs=1e-9)
+    actual = linear_logprobs(logits, torch.eye(5, dtype=torch.float64), None, labels, outputs=outputs)
+    assert actual.clamped_entropy.tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_answers_of_mixed_groups_equal_areal():
@@ -275,8 +275,8 @@ def test_answers_of_mixed_groups_equal_areal():
 def test_resampling_weights_equal_verl(method, expected):
     """compute_pf_ppo_reweight_data of scores 1, -2, 0.5 and 3, weight_pow 2: what it passes to torch.multinomial."""
     options = ResamplingConfig(method=method, power=2.0)
-    found = resampling_weights(torch.tensor([1.0, -2.0, 0.5, 3.0]), options, reduce=identity_reduce)
-    assert found.tolist() == pytest.approx(expected, abs=1e-7)
+    actual = resampling_weights(torch.tensor([1.0, -2.0, 0.5, 3.0]), options, reduce=identity_reduce)
+    assert actual.tolist() == pytest.approx(expected, abs=1e-7)
 
 
 def test_distillation_has_areals_gradient_at_the_first_optimiser_step(kit):
@@ -295,14 +295,14 @@ def test_mean_token_losses_of_rows_equal_areal_and_verl():
     """Rows of 3, 1 and 2 learned tokens; one, two and all of them. AReaL adds 1e-5 to the count: 1.4666617712,
     1.9749950558, 1.5166641355. verl: 1.466666698456, 1.975000023842, 1.516666650772.
     """
-    found = []
+    result = []
     for count in (3, 4, 6):
         mask, index = torch.ones(count, dtype=torch.bool), torch.tensor([0, 0, 0, 1, 2, 2])[:count]
         losses = -numbers(*ROWS[:count])
         total = (loss_weights(mask, index, 3) * losses).sum() / local_denominator(mask, index, 3)
-        found.append(float(total))
-    assert found == pytest.approx([1.466661771155, 1.974995055807, 1.51666413546], abs=1e-5)
-    assert found == pytest.approx([1.466666698456, 1.975000023842, 1.516666650772], abs=1e-6)
+        result.append(float(total))
+    assert result == pytest.approx([1.466661771155, 1.974995055807, 1.51666413546], abs=1e-5)
+    assert result == pytest.approx([1.466666698456, 1.975000023842, 1.516666650772], abs=1e-6)
 
 
 PAIRS = (
@@ -327,17 +327,17 @@ def reduced(how):
 def test_preference_losses_equal_areal_and_trl():
     """beta 0.1, loss_type ipo (means over tokens) and sigmoid; AReaL computes them in float32."""
     chosen, ref_chosen, rejected, ref_rejected = reduced("mean")
-    found = ipo_losses(preference_log_ratios(chosen, rejected, ref_chosen, ref_rejected), beta=0.1).tolist()
-    assert found == pytest.approx([6.545069694519, 58.267776489258, 21.622501373291], abs=1e-5)
-    assert found == pytest.approx([6.545069444444, 58.267777777778, 21.6225], abs=1e-9)
+    result = ipo_losses(preference_log_ratios(chosen, rejected, ref_chosen, ref_rejected), beta=0.1).tolist()
+    assert result == pytest.approx([6.545069694519, 58.267776489258, 21.622501373291], abs=1e-5)
+    assert result == pytest.approx([6.545069444444, 58.267777777778, 21.6225], abs=1e-9)
     chosen, ref_chosen, rejected, ref_rejected = reduced("sum")
-    found = dpo_losses(preference_log_ratios(chosen, rejected, ref_chosen, ref_rejected), beta=0.1).tolist()
-    assert found == pytest.approx([0.430446744029, 1.093188216797, 0.668459648013], abs=1e-9)
+    result = dpo_losses(preference_log_ratios(chosen, rejected, ref_chosen, ref_rejected), beta=0.1).tolist()
+    assert result == pytest.approx([0.430446744029, 1.093188216797, 0.668459648013], abs=1e-9)
 
 
 def test_losses_without_a_reference_equal_trl():
     """reference_free, beta 0.1, loss_type sigmoid."""
     chosen, _, rejected, _ = reduced("sum")
     nothing = torch.zeros(3, dtype=torch.float64)
-    found = dpo_losses(preference_log_ratios(chosen, rejected, nothing, nothing), beta=0.1).tolist()
-    assert found == pytest.approx([0.625595182337, 0.781755338871, 0.56291533356], abs=1e-9)
+    result = dpo_losses(preference_log_ratios(chosen, rejected, nothing, nothing), beta=0.1).tolist()
+    assert result == pytest.approx([0.625595182337, 0.781755338871, 0.56291533356], abs=1e-9)

@@ -134,8 +134,8 @@ def test_gmpo_of_three_answers_equals_verl(kit):
     new, old = numbers(0.5, 0.3, 0.2, 0.6, 0.42, 0.38).log(), numbers(0.4, 0.4, 0.3, 0.5, 0.4, 0.4).log()
     advantages, answer = numbers(1.5, 1.5, -1.0, -1.0, 2.0, 2.0), torch.tensor([0, 0, 1, 1, 2, 2])
     tokens = kit.make_tokens(new, old=old, advantages=advantages, sequence=answer)
-    found = losses(kit, tokens, {"policy_loss": "gmpo", "eps_clip": 0.1})
-    assert found[::2] == pytest.approx([-1.365641207401, 1.042019620899, -1.997498425569], abs=1e-7)
+    result = losses(kit, tokens, {"policy_loss": "gmpo", "eps_clip": 0.1})
+    assert result[::2] == pytest.approx([-1.365641207401, 1.042019620899, -1.997498425569], abs=1e-7)
 
 
 def test_clip_cov_and_kl_cov_equal_verl(kit):
@@ -146,8 +146,8 @@ def test_clip_cov_and_kl_cov_equal_verl(kit):
     tokens = kit.make_tokens(NEW, old=OLD, advantages=advantages, chosen=chosen)
     assert losses(kit, tokens, {"policy_loss": "clip_cov", "eps_clip": 0.9}) == pytest.approx([0.0, 0.75, -1.6])
     chosen = highest_covariances(covariances, draws, EVERY, ratio=0.34, reduce=identity_reduce)
-    found = losses(kit, replace(tokens, columns={CHOSEN: chosen}), {"policy_loss": {"name": "kl_cov", "coef": 1.0}})
-    assert found == pytest.approx([-1.026856448686, 0.75, -1.6])
+    result = losses(kit, replace(tokens, columns={CHOSEN: chosen}), {"policy_loss": {"name": "kl_cov", "coef": 1.0}})
+    assert result == pytest.approx([-1.026856448686, 0.75, -1.6])
 
 
 @pytest.mark.parametrize(
@@ -182,16 +182,16 @@ TWO_ANSWERS = numbers(1.5, 0.5, 1.2, 0.6, 3.0, 0.9).log()
 def test_weights_equal_verl(options, expected):
     """rollout_is token and sequence, rollout_is_threshold 1.4 and "0.7_1.4", rollout_is_batch_normalize."""
     spans = Spans(torch.ones(6, dtype=torch.bool), torch.tensor([0, 0, 0, 1, 1, 1]), 2)
-    found = correct(TWO_ANSWERS, torch.zeros_like(TWO_ANSWERS), spans, RolloutCorrectionConfig(**options))
-    assert found.weights.tolist() == pytest.approx(expected, abs=1e-7)
+    actual = correct(TWO_ANSWERS, torch.zeros_like(TWO_ANSWERS), spans, RolloutCorrectionConfig(**options))
+    assert actual.weights.tolist() == pytest.approx(expected, abs=1e-7)
 
 
 def test_segment_means_equal_roll():
     ratios, mask = numbers(1.5, 0.5, 9.0, 2.0, 0.8, 0.7), torch.tensor([1, 1, 0, 1, 1, 1]).bool()
     options = RolloutCorrectionConfig(level="segment_mean", upper=10.0)
     spans = Spans(mask, torch.zeros(6, dtype=torch.int64), 1)
-    found = correct(ratios.log(), torch.zeros_like(ratios), spans, options).weights[mask]
-    assert found.tolist() == pytest.approx([0.866025403784] * 2 + [1.03849882037] * 3, abs=1e-7)
+    result = correct(ratios.log(), torch.zeros_like(ratios), spans, options).weights[mask]
+    assert result.tolist() == pytest.approx([0.866025403784] * 2 + [1.03849882037] * 3, abs=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -204,24 +204,24 @@ def test_segment_means_equal_roll():
 def test_weights_equal_areal(options, expected):
     """apply_rejection_sampling of the ratio by token, actions clamp and mask; cosmos-rl's cap is such a mask."""
     spans = Spans(EVERY, torch.zeros(3, dtype=torch.int64), 1)
-    found = correct(OLD, ROLLOUT, spans, RolloutCorrectionConfig(**options))
-    assert found.weights.tolist() == pytest.approx(expected, abs=1e-6)
+    actual = correct(OLD, ROLLOUT, spans, RolloutCorrectionConfig(**options))
+    assert actual.weights.tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_behav_imp_weight_cap_equals_cosmos_rl(kit):
     tokens = kit.make_tokens(NEW, old=OLD, advantages=numbers(*ADVANTAGES), rollout=ROLLOUT)
     spans = Spans(EVERY, tokens.sequence_index, 1)
     options = RolloutCorrectionConfig(mode="mask", lower=0.0, upper=1.3)
-    found = numbers(*losses(kit, tokens, {"c_clip": 3.0})) * correct(OLD, ROLLOUT, spans, options).weights
-    assert found.tolist() == pytest.approx([-1.066666666667, 0.0, -2.0])
+    result = numbers(*losses(kit, tokens, {"c_clip": 3.0})) * correct(OLD, ROLLOUT, spans, options).weights
+    assert result.tolist() == pytest.approx([-1.066666666667, 0.0, -2.0])
 
 
 def test_a_ratio_without_rejected_tokens_equals_areal(kit):
     """drop_from_ratio: ppo_actor_loss_fn, sequence level, rejection_sampling mask of the ratio in [0.5, 1.3]."""
     spans = Spans(EVERY, torch.zeros(3, dtype=torch.int64), 1)
-    found = correct(OLD, ROLLOUT, spans, RolloutCorrectionConfig(mode="mask", lower=0.5, upper=1.3))
-    tokens = kit.make_tokens(NEW, old=OLD, advantages=numbers(*GOOD), mask=found.kept)
-    result = numbers(*losses(kit, tokens, SEQUENCE)) * found.weights
+    actual = correct(OLD, ROLLOUT, spans, RolloutCorrectionConfig(mode="mask", lower=0.5, upper=1.3))
+    tokens = kit.make_tokens(NEW, old=OLD, advantages=numbers(*GOOD), mask=actual.kept)
+    result = numbers(*losses(kit, tokens, SEQUENCE)) * actual.weights
     assert result.tolist() == pytest.approx([-1.33333325386, 0.0, -1.875], abs=1e-6)
     assert float(result.sum() / 3) == pytest.approx(-1.069444417953, abs=1e-6)  # the denominator keeps the token
 
@@ -254,8 +254,8 @@ def test_norms_equal_areal(mean, std, leave1out, expected):
     config = NormConfig(
         mean_level=mean, std_level=std, mean_leave1out=leave1out, std_about="subtracted" if std else None, eps=1e-5
     )
-    found = normalise(numbers(0.0, 1.0, 10.0, 11.0), config, torch.tensor([0, 0, 1, 1]))
-    assert found.tolist() == pytest.approx(expected, abs=1e-6)
+    actual = normalise(numbers(0.0, 1.0, 10.0, 11.0), config, torch.tensor([0, 0, 1, 1]))
+    assert actual.tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_shaped_rewards_equal_areal():
@@ -270,5 +270,5 @@ def test_shaped_rewards_equal_areal():
 def test_critic_losses_equal_areal(delta, expected):
     """ppo_critic_loss_fn, value_eps_clip 0.4, huber (delta 10) and mse."""
     values, old, returns = numbers(1.0, 2.0, 15.0), numbers(0.5, 2.5, 1.0), numbers(3.0, 1.0, 1.0)
-    found = value_loss(values, old, returns, EVERY, eps_clip=0.4, huber_delta=delta)
-    assert found.losses.tolist() == pytest.approx(expected, abs=1e-6)
+    actual = value_loss(values, old, returns, EVERY, eps_clip=0.4, huber_delta=delta)
+    assert actual.losses.tolist() == pytest.approx(expected, abs=1e-6)

@@ -21,14 +21,14 @@ REWARDS = torch.tensor([0.5, -2.0, 1.0, 1.0, 0.0])
 )
 def test_the_weights_equal_verl(options, expected):
     """compute_pf_ppo_reweight_data's three methods, plus 1e-8."""
-    found = resampling_weights(REWARDS, ResamplingConfig(**options), reduce=identity_reduce)
-    assert found.tolist() == pytest.approx([w + 1e-8 for w in expected], rel=1e-12)
+    actual = resampling_weights(REWARDS, ResamplingConfig(**options), reduce=identity_reduce)
+    assert actual.tolist() == pytest.approx([w + 1e-8 for w in expected], rel=1e-12)
 
 
 def test_zero_and_minus_zero_are_one_extreme():
     rewards = torch.tensor([-0.0, 0.0, 1.0, 0.5])
-    found = resampling_weights(rewards, ResamplingConfig(method="max_min"), reduce=identity_reduce)
-    assert found.tolist() == pytest.approx([1.0, 1.0, 1.0, 1e-8])
+    result = resampling_weights(rewards, ResamplingConfig(method="max_min"), reduce=identity_reduce)
+    assert result.tolist() == pytest.approx([1.0, 1.0, 1.0, 1e-8])
 
 
 @pytest.mark.parametrize("method", ["pow", "max_min", "max_random"])
@@ -42,20 +42,20 @@ def test_extremes_and_sums_are_over_all_ranks(method):
         for _ in range(12):  # as many rounds as there are reductions: each round knows one sum more
             results = []
             for rank in (0, 1):
-                own = []
+                ours = []
 
-                def reduce(values, rank=rank, own=own):
-                    own.append(values.clone())
+                def reduce(values, rank=rank, ours=ours):
+                    ours.append(values.clone())
                     known = calls[1 - rank]
-                    return values + known[len(own) - 1] if len(own) <= len(known) else values
+                    return values + known[len(ours) - 1] if len(ours) <= len(known) else values
 
                 results.append(function(rank, reduce))
-                calls[rank] = own
+                calls[rank] = ours
         return torch.cat(results)
 
     whole = resampling_weights(REWARDS, options, reduce=identity_reduce)
-    found = together(lambda rank, reduce: resampling_weights(parts[rank], options, reduce=reduce))
-    assert torch.equal(found, whole)
+    result = together(lambda rank, reduce: resampling_weights(parts[rank], options, reduce=reduce))
+    assert torch.equal(result, whole)
     draws = torch.linspace(0.05, 0.95, 5, dtype=torch.float64)
     counts = resampled_counts(whole, draws, reduce=identity_reduce)
     shares = [(whole[:2], draws[:2]), (whole[2:], draws[2:])]

@@ -24,9 +24,9 @@ def test_sums_and_means_of_sequences():
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_what_stands_outside_of_the_mask_reaches_neither_value_nor_gradient(reduce, bad):
     values = torch.where(MASK, torch.tensor([1.0, 0, 3, 0, 5, 0]), bad).requires_grad_()
-    found = reduce(values, MASK, INDEX, 3)
-    assert torch.isfinite(found).all()
-    found.sum().backward()
+    result = reduce(values, MASK, INDEX, 3)
+    assert torch.isfinite(result).all()
+    result.sum().backward()
     assert values.grad[~MASK].tolist() == [0.0] * 3
     assert torch.isfinite(values.grad).all()
     inside = torch.tensor([1.0, 0, bad, 0, 5, 0])
@@ -34,9 +34,9 @@ def test_what_stands_outside_of_the_mask_reaches_neither_value_nor_gradient(redu
 
 
 def test_all_masked_and_single_tokens():
-    one, index = torch.tensor([2.5]), torch.tensor([0])
-    assert sequence_sums(one, torch.tensor([True]), index, 1).tolist() == [2.5]
-    means, known = sequence_means(one, torch.tensor([False]), index, 1)
+    first, index = torch.tensor([2.5]), torch.tensor([0])
+    assert sequence_sums(first, torch.tensor([True]), index, 1).tolist() == [2.5]
+    means, known = sequence_means(first, torch.tensor([False]), index, 1)
     assert (means.tolist(), known.tolist()) == ([0.0], [False])
     nothing = torch.zeros(0)
     assert sequence_sums(nothing, nothing.bool(), nothing.long(), 0).shape == (0,)

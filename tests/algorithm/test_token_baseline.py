@@ -31,15 +31,15 @@ def slow(answers, groups, *, over_trained, weighted):
     places, paths = [], []
     for answer in answers:
         first = next((t for t, token in enumerate(answer) if token[0]), 0)
-        total, count, found, path = 0.0, 0, [], []
+        total, count, actual, path = 0.0, 0, [], []
         for t, (on, _, norm, weight) in enumerate(answer):
             total += norm * (weight**2 if weighted else 1.0) if on else 0.0
-            found.append((count if over_trained else t - first) if on else None)
+            actual.append((count if over_trained else t - first) if on else None)
             path.append(total)
             count += on
-        places.append(found)
+        places.append(actual)
         paths.append(path)
-    extents = [max([-1, *(p for p in found if p is not None)]) + 1 for found in places]
+    extents = [max([-1, *(p for p in item if p is not None)]) + 1 for item in places]
     result = []
     for i, answer in enumerate(answers):
         members = [j for j in range(len(answers)) if groups[j] == groups[i]]
@@ -78,8 +78,8 @@ def random_answers(seed):
 def test_equals_the_loop(seed, over_trained, weighted):
     answers, groups = random_answers(seed)
     expected = slow(answers, groups, over_trained=over_trained, weighted=weighted)
-    found = packed(answers, groups, over_trained=over_trained, weighted=weighted)
-    assert found == pytest.approx(expected, abs=1e-9)
+    actual = packed(answers, groups, over_trained=over_trained, weighted=weighted)
+    assert actual == pytest.approx(expected, abs=1e-9)
 
 
 def on(gain, norm, weight=1.0):
@@ -124,8 +124,8 @@ def test_token_baselines_around_tool_outputs_equal_verl():
     first, second, third = answers_of([2, 2, 3], [1.0, 0.0, 5.0])
     answers = [[first[0], TOOL, first[1]], second, [third[0], TOOL, TOOL, *third[1:]]]
 
-    def trained(found):
-        return [x for x, (is_on, *_) in zip(found, [t for answer in answers for t in answer], strict=True) if is_on]
+    def trained(result):
+        return [x for x, (is_on, *_) in zip(result, [t for answer in answers for t in answer], strict=True) if is_on]
 
     expected = [-1.374999909777, -0.372093076833, -2.374999909777, -1.372093076833, 2.625000090223, 3.627906923167, 5.0]
     assert trained(packed(answers, [0] * 3, over_trained=True)) == pytest.approx(expected, abs=1e-6)
@@ -149,5 +149,5 @@ def test_the_score_norm_is_the_squared_gradient_of_log_p():
     logits = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     logprobs = logits.log_softmax(0)
     (gradient,) = torch.autograd.grad(logprobs[2], logits, retain_graph=True)
-    found = score_norms(logprobs[2:3], logprobs.exp().square().sum().reshape(1)).detach()
-    assert float(found) == pytest.approx(float(gradient.square().sum()))
+    result = score_norms(logprobs[2:3], logprobs.exp().square().sum().reshape(1)).detach()
+    assert float(result) == pytest.approx(float(gradient.square().sum()))

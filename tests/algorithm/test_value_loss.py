@@ -97,7 +97,7 @@ def test_masked_garbage_reaches_neither_loss_nor_gradient():
 
 
 def test_trained_nan_shows_and_empty_is_empty():
-    one = torch.ones(1, dtype=torch.bool)
-    assert value_loss(torch.tensor([float("nan")]), torch.zeros(1), torch.zeros(1), one, eps_clip=1).losses.isnan()
+    subject = torch.ones(1, dtype=torch.bool)
+    assert value_loss(torch.tensor([float("nan")]), torch.zeros(1), torch.zeros(1), subject, eps_clip=1).losses.isnan()
     nothing = torch.zeros(0)
     assert value_loss(nothing, nothing, nothing, nothing.bool(), eps_clip=1.0).losses.tolist() == []

@@ -8,7 +8,7 @@ from areal.api.errors import ConfigError
 def test_rules_are_changed_on_the_command_line(load):
     words = "[{name: grad_norm, limit: 7, steps: 2, action: stop}, {name: update_kl, action: 'off'}]"
     config = load(f"alarms.rules={words}")
-    chosen = {one.rule.name: one for one in config.alarms.chosen()}
+    chosen = {item.rule.name: item for item in config.alarms.chosen()}
     assert (chosen["grad_norm"].limit, chosen["grad_norm"].steps, chosen["grad_norm"].action) == (7.0, 2, "stop")
     assert "update_kl" not in chosen
     assert chosen["logprob_k3"].action == "warn"

@@ -48,12 +48,12 @@ def test_what_is_written_is_understood(text: str, printed: str | None, world_siz
 def test_the_parts_of_a_mode() -> None:
     mode = AllocationMode.parse("sglang[rollout]:d2t4+fsdp[actor]:d4|fsdp[ref]:d4")
     rollout, actor, ref = mode.allocations
-    assert [one.name for one in mode.allocations] == ["rollout", "actor", "ref"]
+    assert [allocation.name for allocation in mode.allocations] == ["rollout", "actor", "ref"]
     assert mode.inference is rollout
     assert (rollout.num_replicas, rollout.instance_size) == (2, 4)
     assert mode.train == [actor, ref]
     assert (actor.num_replicas, actor.instance_size) == (1, 4)
-    assert [one.shares_with for one in mode.allocations] == [None, None, 1]
+    assert [allocation.shares_with for allocation in mode.allocations] == [None, None, 1]
     assert AllocationMode.parse("d4").inference is None
 
 

@@ -25,7 +25,7 @@ def grpo(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("inputs", "expected"),
     [
         ("{}", RolloutCorrectionConfig(mode="mask", lower=0.0, upper=5.0, drop_from_ratio=True)),
         ("{level: token, action: mask, metric: ratio, upper: 2, lower: 0.5}",
@@ -45,8 +45,8 @@ def grpo(tmp_path: Path):
              CorrectionRule(metric="k1", level="sequence_sum", lower=-0.5, upper=0.25)])),
     ],
 )  # fmt: skip
-def test_rejection_sampling_becomes_rollout_correction(grpo, given: str, expected: RolloutCorrectionConfig) -> None:
-    config = grpo(*DECOUPLED, f"actor.rejection_sampling={given}")
+def test_rejection_sampling_becomes_rollout_correction(grpo, inputs: str, expected: RolloutCorrectionConfig) -> None:
+    config = grpo(*DECOUPLED, f"actor.rejection_sampling={inputs}")
     assert config.actor.rollout_correction == expected
     without = grpo(*DECOUPLED, "actor.rejection_sampling=null")
     assert without.actor.rollout_correction is None
@@ -78,8 +78,8 @@ def test_rejection_sampling_without_the_decoupled_loss_has_no_effect(grpo, caplo
 def test_rejection_sampling_without_an_equivalent_is_refused(grpo, overrides, path: str, code: str) -> None:
     with pytest.raises(ConfigError) as caught:
         grpo(*DECOUPLED, *overrides)
-    (found,) = caught.value.problems
-    assert (found.path, found.code) == (f"actor.rejection_sampling{path}", code)
+    (result,) = caught.value.problems
+    assert (result.path, result.code) == (f"actor.rejection_sampling{path}", code)
 
 
 def test_the_equivalent_of_rejection_sampling_gives_the_same_weights(grpo) -> None:
@@ -91,20 +91,20 @@ def test_the_equivalent_of_rejection_sampling_gives_the_same_weights(grpo) -> No
     compared = 0
     for level, action, metric, agg in grid:
         lower, upper = {"ratio": (0.6, 1.4), "kl_k1": (-0.2, 0.3), "kl_k2": (None, 0.05)}[metric]
-        given = f"{{level: {level}, action: {action}, metric: {metric}, agg: {agg}, upper: {upper}"
-        given += "}" if lower is None else f", lower: {lower}}}"
+        inputs = f"{{level: {level}, action: {action}, metric: {metric}, agg: {agg}, upper: {upper}"
+        inputs += "}" if lower is None else f", lower: {lower}}}"
         only_ours = (metric == "ratio" and level == "sequence" and agg != "mean") or metric != "ratio"
         if (action == "clamp" and only_ours) or (metric, level, agg) == ("kl_k1", "sequence", "max"):
             continue
-        config = grpo(*DECOUPLED, f"actor.rejection_sampling={given}")
+        config = grpo(*DECOUPLED, f"actor.rejection_sampling={inputs}")
         for _ in range(20):
             sequences = [[dice.gauss(0, 0.4) for _ in range(5)] for _ in range(2)]
             expected = [weight for d in sequences for weight in by_areal(d, level, action, metric, agg, lower, upper)]
             old = torch.tensor([step for d in sequences for step in d], dtype=torch.float64)
             index = torch.arange(2).repeat_interleave(5)
             spans = Spans(mask=torch.ones(10, dtype=torch.bool), sequence_index=index, num_sequences=2)
-            found = correct(old, torch.zeros(10).double(), spans, config.actor.rollout_correction)
-            assert found.weights.tolist() == pytest.approx(expected)
+            actual = correct(old, torch.zeros(10).double(), spans, config.actor.rollout_correction)
+            assert actual.weights.tolist() == pytest.approx(expected)
             compared += 1
     assert compared == 20 * 21
 

@@ -84,9 +84,9 @@ def test_the_keys_of_sapo_find_their_new_places(grpo) -> None:
 def test_an_old_key_that_contradicts_the_new_one_is_refused(grpo, overrides, path, code, values) -> None:
     with pytest.raises(ConfigError) as caught:
         grpo(*SAPO, *overrides)
-    (found,) = caught.value.problems
-    assert (found.path, found.code) == (path, code)
-    assert [value for value in values if value not in found.message] == []
+    (result,) = caught.value.problems
+    assert (result.path, result.code) == (path, code)
+    assert [value for value in values if value not in result.message] == []
 
 
 def test_an_sft_file_loads_as_it_is(tmp_path: Path) -> None:
@@ -169,7 +169,9 @@ def test_adapters_of_a_reference_change_nothing(grpo, caplog) -> None:
 def test_adapters_of_the_servers_need_those_of_the_actor(grpo) -> None:
     with pytest.raises(ConfigError) as caught:
         grpo("rollout.use_lora=true")
-    assert [(found.path, found.code) for found in caught.value.problems] == [("rollout.use_lora", "config.conflict")]
+    assert [(problem.path, problem.code) for problem in caught.value.problems] == [
+        ("rollout.use_lora", "config.conflict")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +188,7 @@ def test_adapters_of_the_servers_need_those_of_the_actor(grpo) -> None:
 def test_wrong_options_of_adapters_are_refused(grpo, overrides, path, code) -> None:
     with pytest.raises(ConfigError) as caught:
         grpo(*overrides)
-    assert (path, code) in [(found.path, found.code) for found in caught.value.problems]
+    assert (path, code) in [(problem.path, problem.code) for problem in caught.value.problems]
 
 
 @pytest.mark.parametrize(
@@ -200,9 +202,9 @@ def test_wrong_options_of_adapters_are_refused(grpo, overrides, path, code) -> N
 def test_repeated_names_must_be_the_same_everywhere(grpo, override: str, path: str) -> None:
     with pytest.raises(ConfigError) as caught:
         grpo(override)
-    (found,) = caught.value.problems
-    assert (found.path, found.code) == (path, "config.conflict")
-    assert repr(override.partition("=")[2]) in found.message
+    (result,) = caught.value.problems
+    assert (result.path, result.code) == (path, "config.conflict")
+    assert repr(override.partition("=")[2]) in result.message
 
 
 def test_typing_errors_in_old_sections_are_still_found(grpo) -> None:
@@ -213,7 +215,7 @@ def test_typing_errors_in_old_sections_are_still_found(grpo) -> None:
 
 
 def unused(config: GRPOConfig) -> set[str]:
-    return {one.path for one in options_without_effect(config)}
+    return {item.path for item in options_without_effect(config)}
 
 
 def test_the_sapo_recipe_loads_with_its_clip(grpo) -> None:
@@ -235,7 +237,7 @@ def test_a_switched_off_penalty_may_keep_its_length(grpo) -> None:
 
 @pytest.mark.parametrize("loss", [name for name in entries("losses") if name != "custom"])
 def test_one_file_serves_every_policy_loss(grpo, loss: str) -> None:
-    given = ["actor.c_clip=3", "actor.eps_clip_higher=0.3"]
-    config = grpo(*given, f"actor.policy_loss={loss}")
+    inputs = ["actor.c_clip=3", "actor.eps_clip_higher=0.3"]
+    config = grpo(*inputs, f"actor.policy_loss={loss}")
     assert config.actor.policy_loss.name == loss
     assert ("actor.eps_clip" in unused(config)) == (loss in ("sapo", "aipo", "gpg", "kl_cov", "topr", "kimi15"))

@@ -71,7 +71,7 @@ def grpo(allocation_mode: str = "sglang:d1+d1") -> tuple[dict[str, Any], list[st
 
 
 def problems_of(cls: type, tree: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(found.path, found.message) for found in read(cls, copy.deepcopy(tree)).problems]
+    return [(problem.path, problem.message) for problem in read(cls, copy.deepcopy(tree)).problems]
 
 
 def test_every_key_is_an_option_or_has_a_rule_with_a_reason() -> None:
@@ -91,7 +91,7 @@ def test_a_file_with_every_option_at_its_default_loads(backend: str, trainer: st
     assert reading.problems == []
     assert reading.config is not None
     assert list(backend_named(backend).problems(reading.config)) == []
-    unused = {one.path for one in options_without_effect(reading.config)}
+    unused = {item.path for item in options_without_effect(reading.config)}
     assert unused == {"sglang", "vllm", "launcher.slurm.mount", "valid_dataset.batch_size"} - {backend}
 
 
@@ -137,9 +137,9 @@ def test_a_scheduling_spec_becomes_options_of_the_launcher() -> None:
     assert (launcher.nodelist, launcher.exclude) == ("n[1-2]", "n3")
     assert (launcher.inference_server_cpus_per_gpu, launcher.inference_server_mem_per_gpu) == (2, 32768)
     tree["launcher"] = {"trainer_cpus_per_gpu": 9}
-    given = read(GRPOConfig, tree).config
-    assert given is not None
-    assert (given.launcher.trainer_cpus_per_gpu, given.launcher.trainer_mem_per_gpu) == (9, 3072)
+    inputs = read(GRPOConfig, tree).config
+    assert inputs is not None
+    assert (inputs.launcher.trainer_cpus_per_gpu, inputs.launcher.trainer_mem_per_gpu) == (9, 3072)
     assert "actor.scheduling_spec" in read(GRPOConfig, copy.deepcopy(tree)).ignored
     tree["launcher"]["trainer_cpus_per_gpu"] = 6
     assert "actor.scheduling_spec" not in read(GRPOConfig, copy.deepcopy(tree)).ignored
@@ -149,8 +149,8 @@ def test_specs_of_servers_and_trainers_with_one_value_agree() -> None:
     tree, _ = grpo()
     tree["actor"]["scheduling_spec"] = [{"partition": "p", "nodelist": "n1", "mem": 4}]
     tree["rollout"]["scheduling_spec"] = [{"partition": "q", "nodelist": "n1", "mem": 8}]
-    found = [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems]
-    assert found == [("rollout.scheduling_spec", "config.conflict")]
+    result = [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems]
+    assert result == [("rollout.scheduling_spec", "config.conflict")]
     assert {"'p'", "'q'", "actor.scheduling_spec"} <= set(problems_of(GRPOConfig, tree)[0][1].replace(":", "").split())
     tree["launcher"]["slurm"]["partition"] = "mine"
     reading = read(GRPOConfig, tree)
@@ -164,8 +164,8 @@ def test_a_notice_names_specs_of_models_that_share_the_ranks_of_the_actor() -> N
     tree["actor"]["scheduling_spec"] = [{"cpu": 4, "port_count": 2}]
     tree["critic"]["scheduling_spec"] = [{"cpu": 4, "port_count": 3}]
     tree["ref"]["scheduling_spec"] = [{"cpu": 8}]
-    found = read(GRPOConfig, tree).ignored
-    assert [path for path in found if path.endswith("scheduling_spec")] == ["ref.scheduling_spec"]
+    result = read(GRPOConfig, tree).ignored
+    assert [path for path in result if path.endswith("scheduling_spec")] == ["ref.scheduling_spec"]
 
 
 def test_every_key_of_a_spec_has_an_option_or_a_reason() -> None:
@@ -206,8 +206,8 @@ def test_every_key_of_a_spec_has_an_option_or_a_reason() -> None:
 def test_what_no_launcher_can_do_is_refused(section, key, value, path, code) -> None:
     tree, _ = grpo()
     (tree[section] if section else tree)[key] = value
-    found = [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems]
-    assert found == ([(path, code)] if path else [])
+    result = [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems]
+    assert result == ([(path, code)] if path else [])
 
 
 def test_the_switches_of_offloading_become_options_of_the_engine() -> None:
@@ -238,8 +238,8 @@ def test_the_switches_of_offloading_with_megatron() -> None:
     actor = reading.config.actor
     assert (actor.megatron.offload_optimizer, actor.fsdp.offload_optimizer) == (True, False)
     tree["actor"]["offload"] = True
-    found = [(problem.path, problem.code) for problem in read(GRPOConfig, copy.deepcopy(tree)).problems]
-    assert found == [("actor.offload", "config.unsupported")]
+    result = [(problem.path, problem.code) for problem in read(GRPOConfig, copy.deepcopy(tree)).problems]
+    assert result == [("actor.offload", "config.unsupported")]
     del tree["allocation_mode"]
     tree["rollout"]["backend"], tree["actor"]["backend"] = "sglang:d1", "megatron:d1"
     tree["actor"]["offload"] = False
@@ -260,8 +260,8 @@ def test_top_level_keys_of_areal_1_move_to_their_sections(is_script: bool) -> No
     assert reading.config.perf_tracer is not None
     assert (reading.config.perf_tracer.profile_steps, reading.config.perf_tracer.enabled) == ([1, 5], False)
     tree["perf_tracer"] = {"profile_steps": [4]}
-    found = [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems]
-    assert found == [("memory_profiler.profile_steps", "config.conflict")]
+    result = [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems]
+    assert result == [("memory_profiler.profile_steps", "config.conflict")]
 
 
 def test_a_key_of_statistics_without_effect_is_named() -> None:
@@ -275,8 +275,8 @@ def test_strict_config_refuses_keys_that_are_ignored() -> None:
     tree, _ = grpo()
     tree |= {"strict_config": True, "enable_offload": True}
     del tree["launcher"]["slurm"]["mount"], tree["vllm"], tree["scheduler"], tree["valid_dataset"]["batch_size"]
-    found = [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems]
-    assert found == [("enable_offload", "config.no_effect")]
+    result = [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems]
+    assert result == [("enable_offload", "config.no_effect")]
 
 
 def test_checkpoints_of_megatron_are_written_by_a_thread_either_way() -> None:
@@ -298,8 +298,8 @@ def test_profiled_steps_and_ranks_exist(values, path) -> None:
     tree["train_dataset"]["batch_size"] = 2
     tree["rollout"]["consumer_batch_size"] = 2
     tree["perf_tracer"] |= values
-    found = [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems]
-    assert found == ([(path, "config.out_of_range")] if path else [])
+    result = [(problem.path, problem.code) for problem in read(GRPOConfig, tree).problems]
+    assert result == ([(path, "config.out_of_range")] if path else [])
 
 
 @pytest.mark.parametrize(

@@ -35,4 +35,4 @@ def test_lognormal_lengths_have_their_median_and_are_cut():
     drawn = [rule.draw(rng) for _ in range(20_000)]
     assert median(drawn) == pytest.approx(200, rel=0.03)
     assert max(drawn) == rule.longest == 1000
-    assert fmean(one == 1000 for one in drawn) == pytest.approx(0.0221, abs=0.004)  # P(Z > ln(5) / 0.8)
+    assert fmean(item == 1000 for item in drawn) == pytest.approx(0.0221, abs=0.004)  # P(Z > ln(5) / 0.8)

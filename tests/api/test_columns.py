@@ -41,8 +41,8 @@ def test_runs_that_grow_can_be_cut(values, size):
 @given(st.lists(st.tuples(st.integers(-1, 1), st.integers(0, 3)), max_size=6), st.integers(-1, 1), st.integers(0, 3))
 def test_runs_that_repeat_the_last_number_make_it_longer(runs, value, count):
     builder = RunsBuilder()
-    for one, times in runs:
-        builder.add(one, times)
+    for item, times in runs:
+        builder.add(item, times)
     before, more = builder.column().tolist(), Runs.of(value, count)
     assert more == [value] * count
     fits = not before or before[-1] == value

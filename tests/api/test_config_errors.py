@@ -47,23 +47,23 @@ def problem(tmp_path: Path):
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_one(problem, override: str, path: str, suggestion: str) -> None:
-    (found,) = problem(override).problems
-    assert (found.path, found.code, found.suggestion) == (path, "config.unknown_key", suggestion)
-    assert suggestion in found.message
+    (result,) = problem(override).problems
+    assert (result.path, result.code, result.suggestion) == (path, "config.unknown_key", suggestion)
+    assert suggestion in result.message
 
 
 def test_staleness_has_one_target(problem) -> None:
     rollout = "rollout={max_head_offpolicyness: 2, target_staleness: {mean: 1, ess: 0.9}}"
-    (found,) = problem("actor.use_decoupled_loss=true", rollout).problems
-    assert (found.path, found.code) == ("rollout.target_staleness.ess", "config.conflict")
-    assert "mean=1" in found.message
+    (result,) = problem("actor.use_decoupled_loss=true", rollout).problems
+    assert (result.path, result.code) == ("rollout.target_staleness.ess", "config.conflict")
+    assert "mean=1" in result.message
 
 
 @pytest.mark.parametrize("path", ["actor.optimizer.beta2", "gconfig.top_p"])
 def test_a_key_with_dots_in_a_file_is_told_from_a_misspelt_one(problem, path: str) -> None:
-    (found,) = problem(text=MINIMAL + f"{path}: 0.9\n").problems
-    assert (found.path, found.code) == (path, "config.unknown_key")
-    assert "nested" in found.message
+    (result,) = problem(text=MINIMAL + f"{path}: 0.9\n").problems
+    assert (result.path, result.code) == (path, "config.unknown_key")
+    assert "nested" in result.message
 
 
 @pytest.mark.parametrize(
@@ -230,18 +230,18 @@ def test_a_wrong_option_names_where_it_was_given(problem, tmp_path: Path) -> Non
 )
 def test_one_mistake(problem, code: str, override: str, path: str, values: list[str]) -> None:
     error = problem(override)
-    found = next(problem for problem in error.problems if problem.path == path)
-    assert found.code == (code if "." in code else f"config.{code}")
-    assert [value for value in values if value not in found.message] == []
-    assert {problem.code for problem in error.problems} == {found.code}
+    result = next(problem for problem in error.problems if problem.path == path)
+    assert result.code == (code if "." in code else f"config.{code}")
+    assert [value for value in values if value not in result.message] == []
+    assert {problem.code for problem in error.problems} == {result.code}
     assert len(str(error)) < 1000
 
 
 def test_blocks_are_not_compiled_where_that_fails(problem) -> None:
-    (found,) = problem(
+    (result,) = problem(
         "actor.compile=true", "actor.gradient_checkpointing=true", "actor.checkpointing=selective"
     ).problems
-    assert (found.path, found.code) == ("actor.checkpointing", "config.conflict")
+    assert (result.path, result.code) == ("actor.checkpointing", "config.conflict")
 
 
 def test_all_mistakes_are_reported_at_once_and_only_they(problem) -> None:
@@ -283,10 +283,10 @@ def test_the_consequences_of_a_mistake_are_not_reported(problem, overrides: list
     ],
 )
 def test_an_address_of_a_tracker_has_the_form_of_one(problem, override: str) -> None:
-    (found,) = problem(override).problems
+    (result,) = problem(override).problems
     path, _, value = override.partition("=")
-    assert (found.path, found.code) == (path, "config.conflict")
-    assert value in found.message
+    assert (result.path, result.code) == (path, "config.conflict")
+    assert value in result.message
 
 
 def test_a_wrong_address_of_wandb_is_not_shown_with_its_password(problem) -> None:
@@ -322,9 +322,9 @@ def test_an_empty_mapping_reports_all_that_is_required(problem) -> None:
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
 def test_files_that_are_no_configuration(problem, tmp_path: Path, text: str | bytes, part: str) -> None:
-    (found,) = problem(text=text).problems
-    assert (found.path, found.code) == (str(tmp_path / "x.yaml"), "config.unreadable_file")
-    assert part in found.message
+    (result,) = problem(text=text).problems
+    assert (result.path, result.code) == (str(tmp_path / "x.yaml"), "config.unreadable_file")
+    assert part in result.message
 
 
 @pytest.mark.parametrize("name", ["", "none.yaml"], ids=["directory", "missing"])
@@ -366,5 +366,5 @@ model: {path: /models/tiny, optimizer: {lr: 1e-4}}
     ],
 )
 def test_mistakes_of_supervised_training(problem, override: str, path: str, code: str) -> None:
-    found = problem(override, text=SFT, cls=SFTConfig).problems
-    assert [(problem.path, problem.code) for problem in found] == [(path, code)]
+    result = problem(override, text=SFT, cls=SFTConfig).problems
+    assert [(problem.path, problem.code) for problem in result] == [(path, code)]

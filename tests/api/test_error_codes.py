@@ -22,16 +22,17 @@ def error_classes() -> dict[str, bool]:
     classes = {
         node.name: node for tree in sources().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
     }
-    found = {"ArealError": False}
+    result = {"ArealError": False}
     while True:
         added = {
-            name: any(found[base] for base in bases) or sets_code(node)
+            name: any(result[base] for base in bases) or sets_code(node)
             for name, node in classes.items()
-            if name not in found and (bases := [b.id for b in node.bases if isinstance(b, ast.Name) and b.id in found])
+            if name not in result
+            and (bases := [b.id for b in node.bases if isinstance(b, ast.Name) and b.id in result])
         }
         if not added:
-            return found
-        found |= added
+            return result
+        result |= added
 
 
 def sets_code(node: ast.ClassDef) -> bool:

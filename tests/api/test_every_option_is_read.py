@@ -39,12 +39,12 @@ def test_every_option_is_read() -> None:
 
 def test_every_option_has_one_sentence() -> None:
     def check(cls: type, prefix: str) -> list[str]:
-        found: list[str] = []
+        result: list[str] = []
         for name, spec in fields_of(cls).items():
             if not spec.sentence.strip().endswith(".") or "\n" in spec.sentence:
-                found.append(f"{prefix}{name}: {spec.sentence!r}")
+                result.append(f"{prefix}{name}: {spec.sentence!r}")
             if spec.is_section:
-                found += check(spec.hint, f"{prefix}{name}.")
-        return found
+                result += check(spec.hint, f"{prefix}{name}.")
+        return result
 
     assert not (broken := [problem for cls in KINDS for problem in check(cls, "")]), "\n".join(broken)

@@ -74,14 +74,14 @@ def test_what_cannot_work_is_refused_by_name(load, overrides, path, code):
     ],
 )  # fmt: skip
 def test_what_has_no_effect_is_listed_by_name(load, overrides, path):
-    assert [one.path for one in options_without_effect(load(*overrides))] == [path]
+    assert [item.path for item in options_without_effect(load(*overrides))] == [path]
 
 
 def test_the_penalty_is_on_with_a_reference_unless_it_is_given(load):
-    found = [load(*words).actor.kl_ctl for words in ([], [REF], [REF, "actor.kl_ctl=0.3"], [REF, "actor.kl_ctl=0"])]
-    assert found == [0.0, 0.1, 0.3, 0.0]
+    result = [load(*words).actor.kl_ctl for words in ([], [REF], [REF, "actor.kl_ctl=0.3"], [REF, "actor.kl_ctl=0"])]
+    assert result == [0.0, 0.1, 0.3, 0.0]
 
 
 def test_without_a_coefficient_the_reference_and_its_estimator_have_no_effect(load):
     config = load(REF, "actor.kl_ctl=0", "actor.kl_estimator=full", "ref_reset_steps=2")
-    assert [one.path for one in options_without_effect(config)] == ["actor.kl_estimator", "ref", "ref_reset_steps"]
+    assert [item.path for item in options_without_effect(config)] == ["actor.kl_estimator", "ref", "ref_reset_steps"]

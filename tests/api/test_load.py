@@ -210,7 +210,7 @@ def test_a_dataset_is_a_path_or_a_list_of_paths(grpo, word: str, expected: Any) 
 def test_another_value_as_a_dataset_is_refused_in_one_line(write, word: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(["--config", write(MINIMAL), word], GRPOConfig)
-    assert [(found.path.partition("[")[0], found.code) for found in caught.value.problems] == [
+    assert [(problem.path.partition("[")[0], problem.code) for problem in caught.value.problems] == [
         ("train_dataset.path", "config.wrong_type")
     ]
 
@@ -233,7 +233,7 @@ def test_temperatures_of_the_models_follow_the_sampling(grpo, monkeypatch, words
 def test_a_wrong_sampling_temperature_is_reported_once(write) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(["--config", write(MINIMAL), "gconfig.temperature=warm"], GRPOConfig)
-    assert [found.path for found in caught.value.problems] == ["gconfig.temperature"]
+    assert [problem.path for problem in caught.value.problems] == ["gconfig.temperature"]
 
 
 def test_load_experiment_picks_the_class(write) -> None:
@@ -385,9 +385,9 @@ def test_a_process_of_a_run_reads_the_checked_file_without_checks(grpo, tmp_path
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_section_of_defaults_has_no_problems(kind: type) -> None:
     """So a section that nobody wrote is not checked."""
-    found = {problem.path for problem in conflicts(kind())}
+    result = {problem.path for problem in conflicts(kind())}
     needed = {f"{model}.{option}" for model in ("actor", "model") for option in ("path", "optimizer")}
-    assert found <= needed | {"allocation_mode", "train_dataset.type", "ref"}
+    assert result <= needed | {"allocation_mode", "train_dataset.type", "ref"}
 
 
 def test_a_configuration_is_read_in_few_calls(write) -> None:

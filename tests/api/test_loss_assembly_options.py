@@ -87,7 +87,7 @@ def test_bounds_of_the_entropy_coefficient_are_in_order(load):
 )
 def test_these_are_listed_by_name(load, overrides, path):
     config = load(*overrides)
-    assert [one.path for one in options_without_effect(config)] == [path]
+    assert [item.path for item in options_without_effect(config)] == [path]
 
 
 def test_every_aggregation_can_be_configured():

@@ -30,7 +30,7 @@ def problems(**options) -> list[str]:
 def unused(**options) -> list[str]:
     actor = actor_with(**options)
     assert not list(problems_of(actor))
-    return [one.path for one in options_without_effect(actor)]
+    return [item.path for item in options_without_effect(actor)]
 
 
 def rule(**options):

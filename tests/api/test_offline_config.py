@@ -153,7 +153,7 @@ def test_mistakes_are_named(load, text, overrides, path, code):
     ],
 )
 def test_what_has_no_effect_is_listed(load, text, overrides, path):
-    assert path in [one.path for one in options_without_effect(load(text, *overrides))]
+    assert path in [item.path for item in options_without_effect(load(text, *overrides))]
 
 
 def test_whole_pairs_may_be_asked_for_by_hand(load):
@@ -183,6 +183,6 @@ def test_the_rows_of_the_algorithms_page_are_options(section, cls):
         yaml.safe_load("{" + ", ".join(re.findall(r"`([^`]+)`", row.split("|")[-2])) + "}") for row in table if row
     ]
     assert len(shown) >= 3
-    for given in shown:
-        assert not read(cls, given).problems
-    assert {name for given in shown for name in given} == set(fields_of(cls))
+    for each in shown:
+        assert not read(cls, each).problems
+    assert {name for item in shown for name in item} == set(fields_of(cls))

@@ -44,12 +44,12 @@ def test_only_the_keys_of_trackers_are_secret_options():
 
 def tracker_keys() -> list[str]:
     """Every option of the trackers that takes a key."""
-    found = []
+    result = []
     for tracker in dataclasses.fields(StatsLoggerConfig):
         section = getattr(StatsLoggerConfig(), tracker.name)
         names = [field.name for field in dataclasses.fields(section)] if dataclasses.is_dataclass(section) else []
-        found += [f"stats_logger.{tracker.name}.{name}" for name in names if is_secret(name)]
-    return found
+        result += [f"stats_logger.{tracker.name}.{name}" for name in names if is_secret(name)]
+    return result
 
 
 def test_the_trackers_have_the_keys_that_this_page_knows():

@@ -66,7 +66,7 @@ class Top:
 
 
 def unused(model: Model, **top: str) -> dict[str, str]:
-    return {one.path: one.relevant_when for one in options_without_effect(Top(model=model, **top))}
+    return {item.path: item.relevant_when for item in options_without_effect(Top(model=model, **top))}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ SWEEP = [
 @pytest.mark.parametrize("loss", [name for name in entries("losses") if name != "custom"])
 def test_one_file_serves_a_sweep_over_all_losses(load, loss):
     config = load(*SWEEP, f"actor.policy_loss={loss}")
-    listed = {one.path for one in options_without_effect(config)}
+    listed = {item.path for item in options_without_effect(config)}
     reads_clip = loss in ("ppo", "gspo", "cispo", "gmpo", "clip_cov", "dppo")
     assert {"actor.eps_clip", "actor.eps_clip_higher"} & listed == (
         set() if reads_clip else {"actor.eps_clip", "actor.eps_clip_higher"}
@@ -174,7 +174,7 @@ def test_one_file_serves_a_sweep_over_all_losses(load, loss):
 def test_intervals_of_recovery_checkpoints_are_listed_when_recovery_is_off(load):
     options = ["recover.freq_steps=5", "recover.freq_epochs=1", "recover.freq_secs=60", "recover.retries=1"]
     assert not options_without_effect(load(*options))
-    listed = {one.path for one in options_without_effect(load(*options, "recover.mode=disabled"))}
+    listed = {item.path for item in options_without_effect(load(*options, "recover.mode=disabled"))}
     assert listed == {"recover.freq_steps", "recover.freq_epochs", "recover.freq_secs"}
 
 
@@ -192,14 +192,14 @@ def test_options_of_another_train_engine_are_listed(load, trainer, unused):
     options = ["actor.megatron.fp8=e4m3", "actor.megatron.ddp.bucket_size=9", "actor.fsdp.offload_params=true"]
     options.append("actor.megatron.recompute_num_layers=2")  # gradient_checkpointing is off
     config = load(*options, "actor.fsdp.wrap_policy={}", f"allocation_mode=native:d1+{trainer}:d1")
-    assert {one.path for one in options_without_effect(config)} == unused
+    assert {item.path for item in options_without_effect(config)} == unused
 
 
 @pytest.mark.parametrize(("optimizer", "is_listed"), [("sgd", True), ("adam", False)])
 def test_gathers_of_a_shared_optimizer_state_need_moments(load, optimizer, is_listed):
     ddp = "actor.megatron.ddp={overlap_grad_reduce: true, overlap_param_gather: true}"
     config = load(f"actor.optimizer.type={optimizer}", ddp, "allocation_mode=native:d1+megatron:d1")
-    listed = {one.path for one in options_without_effect(config)}
+    listed = {item.path for item in options_without_effect(config)}
     assert ("actor.megatron.ddp.overlap_param_gather" in listed) == is_listed
 
 
@@ -222,19 +222,19 @@ def test_strict_config_refuses_what_has_no_effect(load):
 )
 def test_options_of_another_launcher_are_listed(load, launcher, unused):
     options = ["launcher.trainer_mem_per_gpu=1", "launcher.slurm={partition: gpu, trainer_image: a.sif}"]
-    assert {one.path for one in options_without_effect(load(*options, f"launcher.type={launcher}"))} == unused
+    assert {item.path for item in options_without_effect(load(*options, f"launcher.type={launcher}"))} == unused
 
 
 def test_the_number_of_samples_needs_an_interval(load):
     assert not options_without_effect(load("stats_logger.samples=9"))
     unused = options_without_effect(load("stats_logger.samples=9", "stats_logger.samples_freq_steps=null"))
-    assert [one.path for one in unused] == ["stats_logger.samples"]
+    assert [item.path for item in unused] == ["stats_logger.samples"]
 
 
 @pytest.mark.parametrize(("drop_last", "unused"), [("true", []), ("false", ["valid_dataset.batch_size"])])
 def test_generated_evaluations_have_no_batches_of_rows(load, drop_last, unused):
     config = load(f"valid_dataset={{path: a.jsonl, batch_size: 2, drop_last: {drop_last}}}")
-    assert [one.path for one in options_without_effect(config)] == unused
+    assert [item.path for item in options_without_effect(config)] == unused
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.name}")

@@ -108,7 +108,7 @@ def test_what_cannot_be_right_is_refused(load, text, path, code):
     ],
 )
 def test_what_has_no_effect_is_listed(load, text, path):
-    assert [one.path for one in options_without_effect(load(text))] == [path]
+    assert [item.path for item in options_without_effect(load(text))] == [path]
 
 
 def test_a_short_limit_is_fine_where_a_timeout_counts_zero(load):

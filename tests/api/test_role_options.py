@@ -106,8 +106,8 @@ def test_what_cannot_work_is_refused_by_name(load, overrides, path, code):
 def test_what_has_no_effect_is_listed_by_name(load, overrides, paths):
     config = load(*overrides)
     # the file has kl_ctl=0, so its reference is not used
-    assert [one.path for one in options_without_effect(config) if one.path != "ref"] == paths
+    assert [item.path for item in options_without_effect(config) if item.path != "ref"] == paths
 
 
 def test_a_penalty_in_the_reward_needs_the_advantages_of_rewards(load):
-    assert "actor.kl_ctl" in [one.path for one in options_without_effect(load(TEACHER, "actor.kl_ctl=0.2"))]
+    assert "actor.kl_ctl" in [item.path for item in options_without_effect(load(TEACHER, "actor.kl_ctl=0.2"))]

@@ -89,9 +89,9 @@ def test_a_list_replaces_the_default_list(tmp_path: Path) -> None:
 def test_a_problem_names_the_item_of_the_list(tmp_path: Path, override: str, path: str, code: str, values) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, "", f"inner.limits={override}")
-    (found,) = caught.value.problems
-    assert (found.path, found.code) == (f"inner.limits{path}", f"config.{code}")
-    assert [value for value in values if value not in found.message] == []
+    (result,) = caught.value.problems
+    assert (result.path, result.code) == (f"inner.limits{path}", f"config.{code}")
+    assert [value for value in values if value not in result.message] == []
 
 
 def test_configs_made_in_python_are_checked_too() -> None:

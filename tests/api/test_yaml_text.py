@@ -33,8 +33,8 @@ def test_a_time_limit_is_no_number_in_base_60(load):
     slurm = "launcher: {slurm: {time_limit: 12:30:00}}\n"
     assert load(NAMES + MINIMAL + slurm).launcher.slurm.time_limit == "12:30:00"
     spec = "  scheduling_spec: [{time_limit: 1:00:00, begin: 2027-01-01 10:00}]\n"
-    found = load(f"{NAMES}{MINIMAL}rollout:\n{spec}").launcher.slurm
-    assert (found.time_limit, found.sbatch_additional_args) == ("1:00:00", "'--begin=2027-01-01 10:00'")
+    result = load(f"{NAMES}{MINIMAL}rollout:\n{spec}").launcher.slurm
+    assert (result.time_limit, result.sbatch_additional_args) == ("1:00:00", "'--begin=2027-01-01 10:00'")
 
 
 def test_numbers_elsewhere_stay_numbers(load):

@@ -29,5 +29,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:
     """Random numbers of one test. They depend on SEED and on the test's name only, not on the tests before it."""
-    given = request.config.getoption("hypothesis_seed")
-    return random.Random(f"{DEFAULT_SEED if given is None else given}:{request.node.nodeid}")
+    inputs = request.config.getoption("hypothesis_seed")
+    return random.Random(f"{DEFAULT_SEED if inputs is None else inputs}:{request.node.nodeid}")

@@ -92,7 +92,7 @@ def _changed(draw: st.DrawFn, path: str, folder: str) -> bytes:
 def attacks(folder: str) -> st.SearchStrategy[Attack]:
     """Requests to every route of a controller whose run folder is `folder`. Some of them are valid in some state."""
     path = st.sampled_from(sorted(VALID))
-    changed = path.flatmap(lambda one: st.builds(Attack, st.just("POST"), st.just(one), _changed(one, folder)))
+    changed = path.flatmap(lambda item: st.builds(Attack, st.just("POST"), st.just(item), _changed(item, folder)))
     raw = st.builds(Attack, st.just("POST"), path, _RAW)
     version = st.sampled_from(["", "1", "-1", "1.5", "%C2%B2", "%D9%A1", "9" * 5000, "0x1", "%00"])
     query = st.builds(lambda text: Attack("GET", f"/replicas?version={text}", b""), version)

@@ -125,5 +125,5 @@ def statuses_of(address: str, exchange: Exchange) -> list[int]:
                 received += part
         except (ConnectionResetError, BrokenPipeError):
             pass  # the server has refused the rest of the request
-    found = [int(status) for status in re.findall(rb"(?:^|\n|\})HTTP/1\.[01] (\d{3})", received)]
-    return [status for status in found if status >= 200]
+    result = [int(status) for status in re.findall(rb"(?:^|\n|\})HTTP/1\.[01] (\d{3})", received)]
+    return [status for status in result if status >= 200]

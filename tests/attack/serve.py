@@ -82,13 +82,19 @@ def _changed(draw: st.DrawFn, path: str) -> bytes:
 def attacks() -> st.SearchStrategy[Attack]:
     """JSON requests to every route for clients. Some of them are valid."""
     path = st.sampled_from(sorted(BODIES))
-    changed = path.flatmap(lambda one: st.builds(Attack, st.just("POST"), st.just(one), _changed(one)))
+    changed = path.flatmap(lambda item: st.builds(Attack, st.just("POST"), st.just(item), _changed(item)))
     raw = st.builds(Attack, st.just("POST"), st.sampled_from([*BODIES, "forward_backward"]), _RAW)
-    listed = st.builds(lambda one, page: Attack("GET", one + page, b""), st.sampled_from(GETS), st.sampled_from(_PAGES))
+    listed = st.builds(
+        lambda entry, page: Attack("GET", entry + page, b""), st.sampled_from(GETS), st.sampled_from(_PAGES)
+    )
     method = st.sampled_from(["GET", "DELETE", "PUT", "POST"])
     ending = st.sampled_from(["", "/ttl", "/publish", "/external_weights_urls"])
     saved = st.builds(
-        lambda one, end, how, body: Attack(how, one + end, body), st.sampled_from(CHECKPOINTS), ending, method, _RAW
+        lambda element, end, how, body: Attack(how, element + end, body),
+        st.sampled_from(CHECKPOINTS),
+        ending,
+        method,
+        _RAW,
     )
     return st.one_of(changed, changed, changed, raw, listed, saved)
 

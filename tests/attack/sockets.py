@@ -28,16 +28,18 @@ class Listening:
 
 def listening_sockets(launcher: psutil.Process) -> set[Listening]:
     """All TCP sockets on which a launcher and its descendants listen now."""
-    found: set[Listening] = set()
+    result: set[Listening] = set()
     for process, name in processes_of(launcher):
         try:
             connections = process.net_connections("tcp")
         except psutil.Error:  # it has ended
             continue
-        found |= {
-            Listening(name, one.laddr.ip, one.laddr.port) for one in connections if one.status == psutil.CONN_LISTEN
+        result |= {
+            Listening(name, connection.laddr.ip, connection.laddr.port)
+            for connection in connections
+            if connection.status == psutil.CONN_LISTEN
         }
-    return found
+    return result
 
 
 def processes_of(launcher: psutil.Process) -> Iterator[tuple[psutil.Process, str]]:

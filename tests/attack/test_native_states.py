@@ -40,11 +40,11 @@ async def in_group(served):
     await joining
 
     async def broadcast(tensors, version=None):
-        specs = [WeightSpec(name=name, shape=list(one.shape), dtype="float32") for name, one in tensors.items()]
+        specs = [WeightSpec(name=name, shape=list(item.shape), dtype="float32") for name, item in tensors.items()]
         buffer = torch.empty(bucket_bytes(specs), dtype=torch.uint8)
         for name, view in bucket_views(buffer, specs).items():
             view.copy_(tensors[name])
-        body = {"names": list(tensors), "dtypes": ["float32"] * len(specs), "shapes": [one.shape for one in specs]}
+        body = {"names": list(tensors), "dtypes": ["float32"] * len(specs), "shapes": [spec.shape for spec in specs]}
         body |= {"group_name": "g", "load_format": "flattened_bucket", "weight_version": version}
         sender = threading.Thread(target=broadcasting, args=(group, buffer), daemon=True)
         sender.start()
@@ -101,10 +101,10 @@ async def test_no_sequence_of_requests_leaves_a_state_that_does_not_serve(served
                 assert answer.status in (200, 400, 413, 503), (path, body[:200], text[:500])
 
         async with server_in(state, served, weights):
-            generating = [asyncio.create_task(answered(*one)) for one in requests if one[0] == "/generate"]
-            for one in requests:
-                if one[0] != "/generate":
-                    await answered(*one)
+            generating = [asyncio.create_task(answered(*request)) for request in requests if request[0] == "/generate"]
+            for item in requests:
+                if item[0] != "/generate":
+                    await answered(*item)
         # A paused server answers them now.
         await served.post("/continue_generation")
         await asyncio.gather(*generating)
@@ -129,23 +129,23 @@ async def test_one_number_that_is_not_finite_in_new_weights_is_refused(
     folder = checkpoint(1)
 
     async def attack(name, place, bad):
-        one = weights[name].clone()
-        one.view(-1)[int(place * (one.numel() - 1))] = bad
-        changed = weights | {name: one}
+        subject = weights[name].clone()
+        subject.view(-1)[int(place * (subject.numel() - 1))] = bad
+        changed = weights | {name: subject}
         if route == "disk":
             save_file(changed, folder / "new", metadata={"format": "pt"})
             (folder / "new").rename(folder / "model.safetensors")
             body = orjson.dumps({"model_path": str(folder), "weight_version": "1"})
             status, text = await asyncio.to_thread(send, served.address, "POST", "/update_weights_from_disk", body)
-            found = status, orjson.loads(text).get("code", "")
+            actual = status, orjson.loads(text).get("code", "")
         else:
             async with in_group(served) as broadcast:
                 names = list(weights)
                 parts = [{name: changed[name] for name in names[:5]}, {name: changed[name] for name in names[5:]}]
-                found = await broadcast(parts[0])
-                if found[0] == 200:
-                    found = await broadcast(parts[1], "1")
-        assert found == (400, "weights.not_finite")
+                actual = await broadcast(parts[0])
+                if actual[0] == 200:
+                    actual = await broadcast(parts[1], "1")
+        assert actual == (400, "weights.not_finite")
         await asyncio.to_thread(check_alive, served.address)
         assert (await served.generate())["output_ids"] == expected
 

@@ -167,11 +167,11 @@ class Run:
             await self.restart()
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
-        found = await self.send(route, fields)
+        result = await self.send(route, fields)
         if "after" in what:
             await self.strike(what, size)
-            found = await self.send(route, fields) if route != "/finish" else found
-        return found
+            result = await self.send(route, fields) if route != "/finish" else result
+        return result
 
     async def send(self, route, fields):
         body = orjson.dumps({**fields, "run_id": self._run_id})
@@ -198,7 +198,7 @@ class Run:
         """Every rank gets its answer; a version that the servers lost is published again."""
         waiting = list(routes)
         while waiting:
-            waiting = [one for one in waiting if await self.call(one[0], **one[1]) != 200]
+            waiting = [item for item in waiting if await self.call(item[0], **item[1]) != 200]
             if waiting:
                 await self.publish(version)
 

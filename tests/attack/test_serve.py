@@ -45,15 +45,15 @@ async def test_no_json_disturbs_the_gateway(tmp_path):
             connection = http.client.HTTPConnection(host.hostname, host.port, timeout=60)
 
             @given(attacks())
-            def attacked(one):
-                path = one.path.replace("MODEL", model).replace("SESSION", session)
-                body = one.body.replace(b"MODEL", model.encode()).replace(b"SESSION", session.encode())
+            def attacked(item):
+                path = item.path.replace("MODEL", model).replace("SESSION", session)
+                body = item.body.replace(b"MODEL", model.encode()).replace(b"SESSION", session.encode())
                 connection.request(
-                    one.method, f"{API}/{path}", body, {"X-API-Key": key, "Content-Type": "application/json"}
+                    item.method, f"{API}/{path}", body, {"X-API-Key": key, "Content-Type": "application/json"}
                 )
                 answer = connection.getresponse()
                 answer.read()
-                assert answer.status in expected, (one.path, answer.status)
+                assert answer.status in expected, (item.path, answer.status)
 
             attacked()
 
@@ -82,12 +82,12 @@ async def test_a_client_that_sends_slowly_delays_nobody(tmp_path):
         head = f"POST {API}/asample HTTP/1.1\r\nHost: {parts.netloc}\r\nX-API-Key: {api.key}\r\n"
         head += "Content-Length: 1000\r\n\r\n"
         slow = [socket.create_connection((parts.hostname, parts.port)) for _ in range(50)]
-        for one in slow:
-            one.sendall(head.encode() + b"{")
+        for item in slow:
+            item.sendall(head.encode() + b"{")
         async with asyncio.timeout(5):
             await api.ok("client/config")
-        for one in slow:
-            one.close()
+        for item in slow:
+            item.close()
 
 
 def test_a_loss_request_fails_alone(tmp_path_factory):

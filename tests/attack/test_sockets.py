@@ -49,12 +49,12 @@ def test_every_socket_of_a_run_is_on_loopback_and_known(folder, mode):  # noqa: 
     assert started.returncode == 0, output
     assert attacked
     assert len(token) >= 40
-    assert not [one for one in seen if not one.is_on_loopback]
-    purposes = {one: purpose_of(one, run) for one in seen}
-    assert not [one for one, purpose in purposes.items() if not purpose]
+    assert not [item for item in seen if not item.is_on_loopback]
+    purposes = {item: purpose_of(item, run) for item in seen}
+    assert not [item for item, purpose in purposes.items() if not purpose]
     expected = {"http of a controller", "http of a server", "store of the trainers", "collective"}
     assert set(purposes.values()) == expected
-    in_servers = [one for one, purpose in purposes.items() if purpose == "collective" and "server" in one.process]
+    in_servers = [item for item, purpose in purposes.items() if purpose == "collective" and "server" in item.process]
     assert bool(in_servers) == (mode == "xccl")
     typed = " ".join(argv)  # what the user wrote is in the launcher's own command line
     assert not [line for line in commands if token in line or (SECRET in line and line != typed)]
@@ -68,13 +68,13 @@ def test_every_socket_of_a_run_is_on_loopback_and_known(folder, mode):  # noqa: 
 
 
 def command_lines(launcher):
-    found = []
+    result = []
     for process, _ in processes_of(launcher):
         try:
-            found.append(" ".join(process.cmdline()))
+            result.append(" ".join(process.cmdline()))
         except psutil.Error:
             continue
-    return found
+    return result
 
 
 def refuses_strangers(run, token):

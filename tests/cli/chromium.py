@@ -37,11 +37,11 @@ class Tab:
         await self._socket.send_json({"id": number, "method": method, "params": params})
         async with asyncio.timeout(_WAIT_S):
             while True:
-                found = json.loads(await self._socket.receive_str())
-                if found.get("id") == number:
-                    assert "error" not in found, found
-                    return found["result"]
-                self._note(found)
+                result = json.loads(await self._socket.receive_str())
+                if result.get("id") == number:
+                    assert "error" not in result, result
+                    return result["result"]
+                self._note(result)
 
     def _note(self, event: dict[str, Any]) -> None:
         params = event.get("params", {})
@@ -61,9 +61,9 @@ class Tab:
                 self._note(json.loads(await self._socket.receive_str()))
 
     async def value(self, expression: str) -> Any:
-        found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        result = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
 
     async def until(self, expression: str) -> Any:
         """The first value of the expression that counts as true."""
@@ -78,8 +78,8 @@ class Tab:
             screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
             await self.call("Emulation.setDeviceMetricsOverride", **screen)
             height = await self.value(_HEIGHT)
-        found = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
+        result = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(result["data"]))
 
 
 @asynccontextmanager
@@ -97,7 +97,7 @@ async def open_tab(profile: Path) -> AsyncIterator[Tab]:
         port = line.split(b":")[2].split(b"/")[0].decode()
         async with aiohttp.ClientSession() as client:
             async with client.get(f"http://127.0.0.1:{port}/json") as answer:
-                (target,) = [one for one in await answer.json() if one["type"] == "page"]
+                (target,) = [item for item in await answer.json() if item["type"] == "page"]
             async with client.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
                 tab = Tab(socket)
                 for domain in ("Page", "Runtime", "Log"):

@@ -16,13 +16,13 @@ HARDWARE = Hardware(
 
 
 def row(step, time, **values):
-    found = {"tokens": 0, "produced_tokens": 0, "generated_tokens": 0, "rejected": 0, "failed": 0, "dropped": 0}
-    found |= {"staleness_mean": 1.0, "staleness_max": 2.0} | values
+    result = {"tokens": 0, "produced_tokens": 0, "generated_tokens": 0, "rejected": 0, "failed": 0, "dropped": 0}
+    result |= {"staleness_mean": 1.0, "staleness_max": 2.0} | values
     rates = {"seconds/step": 2.0, "seconds/elapsed": 9.0, "seconds/rollout": 0.5, "seconds/update": 1.2}
     rates |= {"seconds/wait_servers": 0.05, "seconds/wait_batch": 0.4, "actor/tree_ratio": 2.0}
     memory = {"memory/server-0": 1.0 + 1 / step, "memory/trainer-0": 0.5}
     return {"step": step, "time": time, "batch/num_trained_tokens": 300.0, **rates, **memory} | {
-        f"rollout/{name}": float(value) for name, value in found.items()
+        f"rollout/{name}": float(value) for name, value in result.items()
     }
 
 
@@ -34,21 +34,25 @@ def test_the_steps_between_warm_up_and_end_are_measured():
         row(3, 105.0, tokens=1500, produced_tokens=700, generated_tokens=800, failed=1, staleness_mean=2.0),
         row(4, 105.1, tokens=10**9, produced_tokens=10**9),
     ]
-    found = throughput(rows, warmup_steps=1, steps=2, hardware=HARDWARE)
-    assert (found.steps, found.seconds, found.seconds_per_step) == (2, 5.0, 2.5)
-    assert (found.generated_tokens_per_s, found.trained_tokens_per_s, found.effective_tokens_per_s) == (320, 500, 120)
-    assert found.trained_tokens_per_s_per_gpu == 125
-    assert found.unused_share == pytest.approx(1 - 1400 / 1600)
-    assert (found.rejected_episodes, found.failed_episodes, found.dropped_episodes) == (3, 1, 0)
-    assert found.seconds_by_phase == {"update": 1.2, "rollout": 0.5}
-    assert list(found.waits.items()) == [("batch", pytest.approx(0.16)), ("servers", pytest.approx(0.02))]
-    assert (found.waiting_share, found.bound) == (pytest.approx(0.18), "generation")
-    assert "trainer waits    18.0% (batch 16.0%, servers 2.0%)" in table_lines(found)
-    assert found.tree_ratio == 2.0
-    assert (found.staleness_mean, found.staleness_max) == (1.5, 2.0)
-    assert found.memory_gib == {"server-0": 1.5, "trainer-0": 0.5}
-    assert found.mfu == pytest.approx(6 * 1e6 * 250 / (2 * 1e9))
-    assert found.dollars_per_million_trained_tokens == pytest.approx(9 * 4 * (5 / 3600) / 2500 * 1e6)
+    result = throughput(rows, warmup_steps=1, steps=2, hardware=HARDWARE)
+    assert (result.steps, result.seconds, result.seconds_per_step) == (2, 5.0, 2.5)
+    assert (result.generated_tokens_per_s, result.trained_tokens_per_s, result.effective_tokens_per_s) == (
+        320,
+        500,
+        120,
+    )
+    assert result.trained_tokens_per_s_per_gpu == 125
+    assert result.unused_share == pytest.approx(1 - 1400 / 1600)
+    assert (result.rejected_episodes, result.failed_episodes, result.dropped_episodes) == (3, 1, 0)
+    assert result.seconds_by_phase == {"update": 1.2, "rollout": 0.5}
+    assert list(result.waits.items()) == [("batch", pytest.approx(0.16)), ("servers", pytest.approx(0.02))]
+    assert (result.waiting_share, result.bound) == (pytest.approx(0.18), "generation")
+    assert "trainer waits    18.0% (batch 16.0%, servers 2.0%)" in table_lines(result)
+    assert result.tree_ratio == 2.0
+    assert (result.staleness_mean, result.staleness_max) == (1.5, 2.0)
+    assert result.memory_gib == {"server-0": 1.5, "trainer-0": 0.5}
+    assert result.mfu == pytest.approx(6 * 1e6 * 250 / (2 * 1e9))
+    assert result.dollars_per_million_trained_tokens == pytest.approx(9 * 4 * (5 / 3600) / 2500 * 1e6)
 
 
 def test_a_run_with_fewer_steps_is_refused():

@@ -61,7 +61,7 @@ def test_spans_of_the_traces_are_lanes_of_each_process(run):
     traced(run, "server-0", ("run", 0.0, 4.0), ("run", 2.0, 6.0), ("queued", 1.0, 1.03))
     traced(run, "trainer-0", ("update", 5.0, 8.0))
     chart = lanes.chart()
-    assert [one.label for one in chart.series] == ["server-0: run", "trainer-0: update"]  # the other is too short
+    assert [sery.label for sery in chart.series] == ["server-0: run", "trainer-0: update"]  # the other is too short
     assert (chart.kind, chart.unit) == ("lanes", "share of the time")
     times, *columns = chart.data
     assert (len(times), times[-1]) == (400, 8.0)
@@ -75,7 +75,7 @@ def test_lanes_of_many_processes_are_those_of_the_first(run):
         traced(run, f"server-{number}", ("run", 0.0, 4.0))
         traced(run, f"trainer-{number}", ("update", 0.0, 4.0))
     traced(run, "controller", ("reward", 0.0, 4.0), of="episode")
-    labels = [one.label for one in SpanLanes(run.trace).chart().series]
+    labels = [sery.label for sery in SpanLanes(run.trace).chart().series]
     assert len(labels) == 24
     assert labels[:4] == ["controller: reward", "server-0: run", "trainer-0: update", "server-1: run"]
 
@@ -101,7 +101,7 @@ def test_charts_name_their_series_units_and_the_options_that_govern_them(run):
     _, facts = facts_of(run)
     charts = {chart.title: chart for chart in facts.charts}
     rewards = charts["reward of train batches and evaluations"]
-    assert [one.label for one in rewards.series] == ["rollout/reward", "eval/greedy/reward"]
+    assert [sery.label for sery in rewards.series] == ["rollout/reward", "eval/greedy/reward"]
     assert charts["entropy"].unit == "nats"
     (option,) = charts["staleness of a batch"].options
     assert (option.name, option.value) == ("rollout.max_head_offpolicyness", 1)
@@ -109,14 +109,14 @@ def test_charts_name_their_series_units_and_the_options_that_govern_them(run):
     (bars,) = [chart for chart in facts.charts if chart.kind == "bars"]
     assert bars.data == [[0.0, 1.0], [0.25, 0.75]]
     (lanes,) = [chart for chart in facts.charts if chart.kind == "lanes"]
-    assert [one.label for one in lanes.series][-1] == "update", "phases below one percent have no lane"
+    assert [sery.label for sery in lanes.series][-1] == "update", "phases below one percent have no lane"
 
 
 def test_answers_without_a_reward_have_a_chart_and_a_text(run):
     _, facts = facts_of(run)
     assert "answers of evaluations without a reward" in [chart.title for chart in facts.charts]
-    (found,) = facts.view.evaluations
-    assert (found.step, found.text) == (3, "0.400, 2 of 8 without a reward")
+    (result,) = facts.view.evaluations
+    assert (result.step, result.text) == (3, "0.400, 2 of 8 without a reward")
     run.metrics.write_text(run.metrics.read_text().replace('"eval/greedy/missing": 2', '"eval/greedy/missing": 0'))
     _, facts = facts_of(run)
     assert "answers of evaluations without a reward" not in [chart.title for chart in facts.charts]
@@ -128,7 +128,7 @@ def test_the_page_allows_its_own_scripts_only_and_names_no_other_host():
     assert made.html.count("<script") == 4, "the data do not end their element"
     scripts = re.findall(r"<script>(.*?)</script>", made.html, re.S)
     sums = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
-    sources = " ".join(f"'sha256-{one}'" for one in sums)
+    sources = " ".join(f"'sha256-{item}'" for item in sums)
     (allowed,) = [part for part in made.policy.split("; ") if part.startswith("script-src")]
     assert allowed == f"script-src {sources}"
     assert "default-src 'none'" in made.policy

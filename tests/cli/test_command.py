@@ -63,9 +63,9 @@ def test_the_plan_of_a_run_is_one_line_of_json(capsys):
     assert "trainer-0" in capsys.readouterr().out
     with raises_code("launch.missing_inputs"):
         run_command([*words, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert [one["name"] for one in found["processes"]] == ["controller", "server-0", "trainer-0"]
-    assert found["problems"]
+    result = json.loads(capsys.readouterr().out)
+    assert [process["name"] for process in result["processes"]] == ["controller", "server-0", "trainer-0"]
+    assert result["problems"]
 
 
 def test_the_help_of_a_run_fits_one_screen(capsys):
@@ -157,8 +157,8 @@ def test_every_command_names_a_run_that_does_not_exist(command, tmp_path, monkey
     ],
 )
 def test_the_launcher_is_named_or_follows_from_the_configuration(words, launcher):
-    found, rest = launcher_of(words)
-    assert found == launcher
+    result, rest = launcher_of(words)
+    assert result == launcher
     assert not [word for word in rest if word.startswith("--launcher")]
 
 
@@ -178,11 +178,11 @@ def test_a_launcher_that_cannot_be_chosen_is_an_error(words, code):
 
 def test_config_prints_what_a_run_would_use_without_secrets(text_of, json_of, tmp_path):
     words = ["config", "--config", QUICKSTART, "actor.eps_clip=0.3", "stats_logger.wandb.wandb_api_key=geheim"]
-    assert (found := json_of(*words))["actor"]["eps_clip"] == 0.3
-    assert "geheim" not in str(found)
+    assert (result := json_of(*words))["actor"]["eps_clip"] == 0.3
+    assert "geheim" not in str(result)
     (tmp_path / "config.yaml").write_text(text_of(*words))
-    found = json_of("config", tmp_path, "seed=7")
-    assert (found["seed"], found["actor"]["eps_clip"]) == (7, 0.3)
+    result = json_of("config", tmp_path, "seed=7")
+    assert (result["seed"], result["actor"]["eps_clip"]) == (7, 0.3)
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ def test_config_explains_the_options_of_every_kind(option, shown, text_of):
 
 
 def test_config_explains_an_option(json_of):
-    found = json_of("config", "rollout.on_stale")
-    assert (found["default"], found["choices"]) == ("train", ["train", "mask", "drop", "wait"])
+    result = json_of("config", "rollout.on_stale")
+    assert (result["default"], result["choices"]) == ("train", ["train", "mask", "drop", "wait"])
 
 
 @pytest.mark.parametrize(

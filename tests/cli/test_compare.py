@@ -32,14 +32,14 @@ def runs(tmp_path):
 
 
 def test_options_that_differ_and_curves(runs, json_of):
-    found = json_of("compare", *runs)
-    assert found["runs"] == ["slow", "fast"]
-    assert found["config"] == {"actor.optimizer.lr": [4e-4, 8e-4]}
-    slow, fast = found["curves"]["rollout/reward"]
+    result = json_of("compare", *runs)
+    assert result["runs"] == ["slow", "fast"]
+    assert result["config"] == {"actor.optimizer.lr": [4e-4, 8e-4]}
+    slow, fast = result["curves"]["rollout/reward"]
     assert slow == {"steps": [1, 2], "values": [0.1, 0.2], "note": ""}
     assert fast["values"] == [0.1, 0.5, 0.9]
     note = "0.750, 4 of 16 without a reward"
-    assert found["curves"]["eval/greedy/reward"] == [None, {"steps": [3], "values": [0.75], "note": note}]
+    assert result["curves"]["eval/greedy/reward"] == [None, {"steps": [3], "values": [0.75], "note": note}]
     assert list(json_of("compare", *runs, "--metric", "eval/*/reward")["curves"]) == ["eval/greedy/reward"]
 
 
@@ -83,15 +83,15 @@ def test_the_page_needs_nothing_else(runs, tmp_path, text_of):
     assert data["found"]["curves"]["rollout/reward"][1]["values"] == [0.1, 0.5, 0.9]
     reward = data["charts"][0]
     assert (reward["title"], reward["unit"]) == ("rollout/reward", "reward")
-    assert [one["label"] for one in reward["series"]] == ["slow", "fast"]
+    assert [sery["label"] for sery in reward["series"]] == ["slow", "fast"]
 
 
 def test_curves_have_a_time_axis_and_end_values(runs, json_of):
     rows = [{"step": step, "seconds/elapsed": 2.0 * step, "loss": 1.0 / step} for step in range(1, 21)]
     Path(runs[0], "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = json_of("compare", *runs, "--metric", "loss")
-    assert found["elapsed_s"][0]["values"][:2] == [2.0, 4.0]
-    (ends, missing) = found["ends"]["loss"]
+    result = json_of("compare", *runs, "--metric", "loss")
+    assert result["elapsed_s"][0]["values"][:2] == [2.0, 4.0]
+    (ends, missing) = result["ends"]["loss"]
     assert ends == {"last": 0.05, "last_tenth": pytest.approx((1 / 19 + 1 / 20) / 2), "num_values": 20}
     assert missing is None
 
@@ -107,12 +107,17 @@ def evaluated(folder, step, rewards):
 def test_differences_of_evaluations_have_an_interval_and_a_verdict(runs, json_of, text_of):
     evaluated(runs[0], 2, [0.0, 0.0, 1.0, 1.0] * 10)
     evaluated(runs[1], 3, [0.0, 1.0, 1.0, 1.0] * 10)
-    (found,) = json_of("compare", *runs)["differences"]
-    assert (found["evaluation"], found["run"], found["base"], found["steps"]) == ("eval/greedy", "fast", "slow", [3, 2])
-    assert found["interval"]["difference"] == 0.25
-    assert found["interval"]["is_paired"]
+    (result,) = json_of("compare", *runs)["differences"]
+    assert (result["evaluation"], result["run"], result["base"], result["steps"]) == (
+        "eval/greedy",
+        "fast",
+        "slow",
+        [3, 2],
+    )
+    assert result["interval"]["difference"] == 0.25
+    assert result["interval"]["is_paired"]
     line = "eval/greedy/reward of fast after step 3, against slow after step 2: difference +0.250 ["
-    (shown,) = [one for one in text_of("compare", *runs).splitlines() if one.startswith(line)]
+    (shown,) = [item for item in text_of("compare", *runs).splitlines() if item.startswith(line)]
     assert shown.endswith("(40 rows, paired): higher")
 
 

@@ -70,8 +70,8 @@ async def events(answer):
             yield name, json.loads(text)
 
 
-async def next_of(found, wanted):
-    async for name, data in found:
+async def next_of(result, wanted):
+    async for name, data in result:
         if name == wanted:
             return data
     raise AssertionError(f"no event {wanted}")
@@ -110,10 +110,10 @@ async def test_the_key_does_not_disclose_the_token_and_goes_into_a_cookie_for_th
 async def test_a_browser_may_have_the_pages_of_two_runs_open(run):
     other = page_key("token of another run")
     browser = aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True))
-    async with served(run.root) as one, served(run.root, other) as two, browser:
-        assert await status(browser, f"{one}/?key={KEY}") == 200
+    async with served(run.root) as subject, served(run.root, other) as two, browser:
+        assert await status(browser, f"{subject}/?key={KEY}") == 200
         assert await status(browser, f"{two}/?key={other}") == 200
-        assert [await status(browser, address) for address in (one, two)] == [200, 200]
+        assert [await status(browser, address) for address in (subject, two)] == [200, 200]
 
 
 @pytest.mark.parametrize("words", [["--web", "--port", "70000"], ["--port", "8000"], ["--json", "--web"]])
@@ -127,22 +127,22 @@ def test_a_wrong_port_or_choice_is_wrong_usage(run, words, capsys):
 async def test_the_steps_of_a_growing_run_are_sent_once(run):
     async with client_of(run.root) as (address, client):
         answer = await client.get(f"{address}/events?key={KEY}")
-        found = events(answer)
-        first = await next_of(found, "steps")
+        result = events(answer)
+        first = await next_of(result, "steps")
         assert (first["replaces"], first["steps"]) == (True, [0, 1, 2, 3, 4])
-        facts = await next_of(found, "facts")
+        facts = await next_of(result, "facts")
         assert (facts["view"]["state"], facts["view"]["step"]) == ("dead", 4)
         assert facts["view"]["curves"] == {}
         with open(run.metrics, "a") as file:
             file.write(json.dumps(row(5)) + "\n" + json.dumps(row(6))[:20])
-        more = await next_of(found, "steps")
+        more = await next_of(result, "steps")
         assert (more["replaces"], more["steps"]) == (False, [5])
         assert more["columns"]["rollout/reward"] == [0.5]
-        assert (await next_of(found, "facts"))["view"]["step"] == 5
+        assert (await next_of(result, "facts"))["view"]["step"] == 5
         again = run.root / "again"  # a recovery replaces the file
         again.write_text(json.dumps(row(1)) + "\n")
         os.replace(again, run.metrics)
-        more = await next_of(found, "steps")
+        more = await next_of(result, "steps")
         assert (more["replaces"], more["steps"]) == (True, [1])
 
 
@@ -150,12 +150,12 @@ async def test_samples_have_tokens_and_an_unknown_choice_is_not_repeated(run, mo
     hostile_ledger(run.root, monkeypatch)
     async with client_of(run.root) as (address, client):
         async with client.get(f"{address}/samples?choice=newest&key={KEY}") as answer:
-            found = await answer.json()
-        (sample,) = found["samples"]
+            result = await answer.json()
+        (sample,) = result["samples"]
         assert sample["answer"] == HOSTILE
         token = sample["tokens"][4]
         assert (token["text"], token["logprob"], token["version"], token["in_loss"]) == ("<", -1.5, 2, True)
-        assert found["levels"] == [-0.1, -0.7, -2.3]
+        assert result["levels"] == [-0.1, -0.7, -2.3]
         async with client.get(f"{address}/samples", params={"choice": "<script>", "key": KEY}) as answer:
             assert (answer.status, await answer.text()) == (400, "choice is one of newest, best, worst, rejected")
 
@@ -163,9 +163,9 @@ async def test_samples_have_tokens_and_an_unknown_choice_is_not_repeated(run, mo
 async def test_a_run_without_a_ledger_says_so(run):
     async with client_of(run.root) as (address, client):
         answer = await client.get(f"{address}/samples?choice=best&key={KEY}")
-        found = await answer.json()
-    assert found["samples"] == []
-    assert "ledger" in found["notice"]
+        result = await answer.json()
+    assert result["samples"] == []
+    assert "ledger" in result["notice"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")

@@ -21,14 +21,14 @@ def test_the_newest_steps_beside_the_plan(tmp_path):
         {"seconds/step": 1.0, "seconds/wait_batch": 0.1, "rollout/staleness_mean": 1.0},
         {"seconds/step": 3.0, "seconds/wait_batch": 0.9, "rollout/staleness_mean": None},
     ]
-    found = {figure.name: figure for figure in against_plan(read_plan(path), rows)}
-    assert {name: (figure.planned, figure.measured) for name, figure in found.items()} == {
+    result = {figure.name: figure for figure in against_plan(read_plan(path), rows)}
+    assert {name: (figure.planned, figure.measured) for name, figure in result.items()} == {
         "seconds per step": (2.0, 2.0),
         "staleness": (1.0, 1.0),
         "share of time that trainers wait for a batch": (0.2, 0.25),
         "share of time that trainers wait for servers": (1.0, 0.0),
     }
-    assert figure_text(found["seconds per step"]) == "seconds per step: planned 2 [0.5, 1.5], measured 2"
+    assert figure_text(result["seconds per step"]) == "seconds per step: planned 2 [0.5, 1.5], measured 2"
 
 
 def test_without_a_plan_or_without_steps_there_is_nothing(tmp_path):

@@ -82,6 +82,6 @@ def test_a_folder_of_a_model(capsys, tmp_path):
 )
 def test_what_cannot_be_loaded_is_an_error(words, code, file_of, tmp_path):
     template_tokenizer(templates.CHATML).save_pretrained(tmp_path / "folder")
-    given = {"FILE": file_of(templates.CHATML), "FOLDER": str(tmp_path / "folder")}
+    inputs = {"FILE": file_of(templates.CHATML), "FOLDER": str(tmp_path / "folder")}
     with raises_code(code):
-        run_command(["prove-template", *(given.get(word, word) for word in words)])
+        run_command(["prove-template", *(inputs.get(word, word) for word in words)])

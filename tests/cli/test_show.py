@@ -57,7 +57,7 @@ def run(tmp_path, monkeypatch):
         2: [answered("6", version=1, exact=0.0, form=0.1)],
         3: [answered("no", reward=0.5)],
     }
-    forge.answers = {number: TrajectoryGroup(trajectories=found) for number, found in answers.items()}
+    forge.answers = {number: TrajectoryGroup(trajectories=item) for number, item in answers.items()}
     forge.started()
     forge.attached(0, 0)
     forge.admitted(*range(6))
@@ -119,7 +119,7 @@ def test_an_answer_has_its_prompt_reward_parts_versions_and_end(shown):
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "actual"),
     [
         ([], [(3, 0), (2, 0), (1, 0), (1, 1), (0, 0), (0, 1)]), (["--limit", "2"], [(3, 0), (2, 0)]),
         (["--step", "0"], [(0, 0), (0, 1), (1, 0), (1, 1)]), (["--best", "3"], [(1, 0), (0, 0), (3, 0)]),
@@ -130,18 +130,18 @@ def test_an_answer_has_its_prompt_reward_parts_versions_and_end(shown):
         (["--reason", "other"], []),
     ],
 )  # fmt: skip
-def test_the_words_choose_the_answers(shown, words, found):
+def test_the_words_choose_the_answers(shown, words, actual):
     result = shown(*words)
-    assert [(sample["episode"], sample.get("trajectory")) for sample in result["samples"]] == found
-    assert result["more"] == ("--limit" in words or "--worst" in words or ("--best" in words and len(found) == 3))
+    assert [(sample["episode"], sample.get("trajectory")) for sample in result["samples"]] == actual
+    assert result["more"] == ("--limit" in words or "--worst" in words or ("--best" in words and len(actual) == 3))
 
 
 def test_an_answer_names_its_images_and_writes_them_on_demand(shown, printed, image, tmp_path):
     first, second = shown("--episode", "6")["samples"]
     assert (first["images"], second["images"]) == ([{"sha256": image.sha256, "grid": [1, 4, 2]}], [])
-    (found,) = shown("--episode", "6", "--images", str(tmp_path / "out"))["samples"][0]["images"]
-    assert Path(found["file"]).read_bytes() == b"png"
-    assert list((tmp_path / "out").iterdir()) == [Path(found["file"])]
+    (result,) = shown("--episode", "6", "--images", str(tmp_path / "out"))["samples"][0]["images"]
+    assert Path(result["file"]).read_bytes() == b"png"
+    assert list((tmp_path / "out").iterdir()) == [Path(result["file"])]
     facts = shown("--episode", "6")["samples"][0]
     facts["spans"][0]["text"] = "a<|image_pad|><|image_pad|><|image_pad|>b<b>"
     assert "a<|image_pad|> x 3b<b>" in list(sample_lines(facts))
@@ -249,7 +249,7 @@ def test_the_session_of_an_agent_has_its_turns_calls_results_and_what_happened(a
     assert second == {"reward": None, "calls": []}
     names = ("malformed_calls", "retries", "forks", "drifts", "refused")
     assert [sample["session"][name] for name in names] == [5, 1, 2, 3, {"agent.turn_budget": 4}]
-    assert [one["session"] for one in sample["without_reward"]] == ["s1"]
+    assert [item["session"] for item in sample["without_reward"]] == ["s1"]
     assert sample["reward_parts"] == {"form": 0.5}
     assert sample["values"] == {"hint": 2.5}
 

@@ -39,10 +39,10 @@ def test_an_episode_is_shown_as_json(run):
     status, out = run("--row", "1", "--answer", "20+3?", "--answer", "23", "--json")
     facts = json.loads(out)
     assert (status, facts["error"], facts["row"]["answer"]) == (0, "", "23")
-    (one,) = facts["trajectories"]
-    assert (one["reward"], one["warnings"]) == (1.0, [])
-    assert "".join(span["text"] for span in one["spans"]) == "20+3=20+3?<e>23=23<e>"
-    assert [span["trained"] for span in one["spans"]] == [False, True, False, True]
+    (first,) = facts["trajectories"]
+    assert (first["reward"], first["warnings"]) == (1.0, [])
+    assert "".join(span["text"] for span in first["spans"]) == "20+3=20+3?<e>23=23<e>"
+    assert [span["trained"] for span in first["spans"]] == [False, True, False, True]
     assert (facts["stats"]["calculator_calls"], facts["stats"]["num_turns"]) == (1.0, 2.0)
 
 
@@ -98,8 +98,8 @@ def test_text_marks_what_is_trained(run, monkeypatch):
 def test_answers_of_a_file_and_a_warning(run, tmp_path):
     (tmp_path / "answers.txt").write_text("1+2?\n" + "9" * 40)
     status, out = run("--answers", str(tmp_path / "answers.txt"), "--json")
-    (one,) = json.loads(out)["trajectories"]
-    assert (status, [warning["code"] for warning in one["warnings"]]) == (1, ["no_end_token"])
+    (first,) = json.loads(out)["trajectories"]
+    assert (status, [warning["code"] for warning in first["warnings"]]) == (1, ["no_end_token"])
 
 
 def test_an_error_of_the_episode_is_part_of_the_report(run, tmp_path):

@@ -27,29 +27,29 @@ from tests.trainer.test_sample_table import Letters
 BEAT = Beat(pid=1, beats=1, doing="work", for_s=0.0, step=None, node="node-b")
 
 
-def drawn(found, width):
+def drawn(result, width):
     out = io.StringIO()
     console = Console(file=out, width=width)
-    console.print(view(found, width))
+    console.print(view(result, width))
     return out.getvalue()
 
 
 def test_a_dead_run_is_described_from_its_files(run, json_of):
-    found = json_of("watch", run.root)
-    assert (found["state"], found["step"], found["total_steps"], found["eta_s"]) == ("dead", 4, 10, None)
-    assert found["curves"]["reward"] == {"steps": [1, 2, 3, 4], "values": [0.1, 0.2, 0.3, 0.4], "note": ""}
-    assert found["curves"]["entropy"]["steps"] == [1, 2, 3]
+    result = json_of("watch", run.root)
+    assert (result["state"], result["step"], result["total_steps"], result["eta_s"]) == ("dead", 4, 10, None)
+    assert result["curves"]["reward"] == {"steps": [1, 2, 3, 4], "values": [0.1, 0.2, 0.3, 0.4], "note": ""}
+    assert result["curves"]["entropy"]["steps"] == [1, 2, 3]
     loss = {"steps": [3], "values": [2.5], "note": ""}  # of supervised training
-    assert found["held_out"] == {"greedy": {"steps": [0, 3], "values": [0.1, 0.4], "note": ""}, "loss": loss}
-    assert found["unscored"] == ["eval/greedy/reward: 0.400, 2 of 8 without a reward"]
-    assert found["staleness"] == {"0": 0.25, "1": 0.75}
-    assert list(found["seconds_by_phase"]) == ["update", "rollout", "publish_weights"]
-    assert found["waits"]["the trainer waits for answers"] == 0.25
-    assert found["waits"]["the servers wait for the trainer"] == 1.0
-    assert found["step_s"] == 3.0
-    assert [sample["reward"] for sample in found["samples"]] == [1.0, 0.5, 0.0]
-    assert (found["samples_step"], found["alarms"][0]["name"]) == (4, "grad_norm")
-    server = found["processes"][0]
+    assert result["held_out"] == {"greedy": {"steps": [0, 3], "values": [0.1, 0.4], "note": ""}, "loss": loss}
+    assert result["unscored"] == ["eval/greedy/reward: 0.400, 2 of 8 without a reward"]
+    assert result["staleness"] == {"0": 0.25, "1": 0.75}
+    assert list(result["seconds_by_phase"]) == ["update", "rollout", "publish_weights"]
+    assert result["waits"]["the trainer waits for answers"] == 0.25
+    assert result["waits"]["the servers wait for the trainer"] == 1.0
+    assert result["step_s"] == 3.0
+    assert [sample["reward"] for sample in result["samples"]] == [1.0, 0.5, 0.0]
+    assert (result["samples_step"], result["alarms"][0]["name"]) == (4, "grad_norm")
+    server = result["processes"][0]
     assert (server["node"], server["memory_gib"], server["silent_s"]) == ("node-a", 0.5, None)
 
 
@@ -59,9 +59,9 @@ def test_a_set_point_has_a_line(run):
         setpoint = {"target": 1.25, "value": value, "error": value - 1.25, "lead": 2.0}
         values = {f"rollout/setpoint/{name}": number for name, number in setpoint.items()}
         append_step_line(run.metrics, step, row(step, **values))
-    found = Watched(run.root).look()
-    assert found.setpoint["setpoint/value"] == 1.5
-    assert "set-point of staleness: target 1.25, value 1.5, error 0.25; lead 2 versions" in drawn(found, 200)
+    result = Watched(run.root).look()
+    assert result.setpoint["setpoint/value"] == 1.5
+    assert "set-point of staleness: target 1.25, value 1.5, error 0.25; lead 2 versions" in drawn(result, 200)
 
 
 def test_restarts_are_known_before_the_end_of_a_run(run):
@@ -70,8 +70,8 @@ def test_restarts_are_known_before_the_end_of_a_run(run):
         append_step_line(run.restarts, 3, {"unit": unit, "cause": f"{unit} was killed"})
     with open(run.restarts, "a") as file:
         file.write('{"unit": "server-1"\n{"step": 4, "other": 1}\n')
-    found = Watched(run.root).look().restarts
-    assert found == {"trainers": ["trainers was killed"] * 2, "server-0": ["server-0 was killed"]}
+    result = Watched(run.root).look().restarts
+    assert result == {"trainers": ["trainers was killed"] * 2, "server-0": ["server-0 was killed"]}
 
 
 def test_the_episodes_of_a_killed_controller_come_from_its_ledger(run):
@@ -80,9 +80,9 @@ def test_the_episodes_of_a_killed_controller_come_from_its_ledger(run):
     forge.two_steps()
     forge.rejected(5, "filter")
     forge.write()
-    found = Watched(run.root).look().episodes
-    assert (found["admitted"], found["consumed"], found["waiting"], found["rejected"]) == (6, 4, 1, 1)
-    assert found["reasons"] == {"rejected: filter": 1}
+    result = Watched(run.root).look().episodes
+    assert (result["admitted"], result["consumed"], result["waiting"], result["rejected"]) == (6, 4, 1, 1)
+    assert result["reasons"] == {"rejected: filter": 1}
 
 
 @pytest.mark.parametrize("width", [60, 140])
@@ -112,10 +112,10 @@ def test_a_dialogue_is_shown_with_what_was_inserted_and_its_last_answer(run):
     tracker = JsonlTracker(run.metrics, first_step=5)
     tracker.log_samples(5, sample_rows(share, Letters(), 1))
     tracker.close()
-    found = Watched(run.root).look()
-    (sample,) = found.samples
+    result = Watched(run.root).look()
+    (sample,) = result.samples
     assert (sample["prompt"], sample["num_generated"], sample["versions"]) == ("Stock?", 12, [3, 4])
-    shown = drawn(found, 140)
+    shown = drawn(result, 140)
     assert "ask(57)<|tool|>a result" in shown
     assert "ok 57" in shown
     assert "\x1b" not in shown
@@ -123,8 +123,8 @@ def test_a_dialogue_is_shown_with_what_was_inserted_and_its_last_answer(run):
 
 def test_the_summary_counts_unless_a_later_launch_has_died(run):
     run.summary.write_text(json.dumps({"status": "failed", "cause": "a cause"}))
-    found = Watched(run.root).look()
-    assert (found.state, found.cause) == ("failed", "a cause")
+    result = Watched(run.root).look()
+    assert (result.state, result.cause) == ("failed", "a cause")
     os.utime(run.summary, (1.0, 1.0))
     assert Watched(run.root).look().state == "dead"
 
@@ -137,14 +137,14 @@ def test_a_running_run_has_what_it_waits_for_and_an_eta(run, monkeypatch):
     write_beats(run.alive, {"server-0": BEAT})
     watched = Watched(run.root)
     with run_lock(run):
-        found = watched.look()
-        assert (found.state, found.waiting_for, found.tokens_per_s) == ("running", "the trainer", 70.0)
-        assert found.eta_s == 18.0
-        assert "ETA 0:00:18" in drawn(found, 80).splitlines()[0]
-        assert found.episodes["reasons"] == {"failed: KeyError": 1}
-        assert found.processes[0].silent_s is not None
-        assert found.processes[0].node == "node-b", "a server that moved is shown where it was planned"
-        assert "secret-token" not in drawn(found, 140)
+        result = watched.look()
+        assert (result.state, result.waiting_for, result.tokens_per_s) == ("running", "the trainer", 70.0)
+        assert result.eta_s == 18.0
+        assert "ETA 0:00:18" in drawn(result, 80).splitlines()[0]
+        assert result.episodes["reasons"] == {"failed: KeyError": 1}
+        assert result.processes[0].silent_s is not None
+        assert result.processes[0].node == "node-b", "a server that moved is shown where it was planned"
+        assert "secret-token" not in drawn(result, 140)
         with run.metrics.open("a") as file:
             file.write(json.dumps(row(5)) + "\n" + '{"step": 6, "ti')
         assert watched.look().step == 5
@@ -165,7 +165,7 @@ def test_silence_is_measured_with_the_times_of_the_files(run, monkeypatch):
     watched = Watched(run.root)
 
     def silences():
-        return {one.name: one.silent_s for one in watched.look().processes if one.silent_s is not None}
+        return {process.name: process.silent_s for process in watched.look().processes if process.silent_s is not None}
 
     assert silences() == {"server-0": 30.0, "controller": 0.0}
     local_s[0] += 2.0  # nothing new
@@ -192,8 +192,8 @@ async def test_a_service_has_its_tenants(run, json_of):
         assert service.describe() == "serves 1 models; 1 of 2 slots taken"
         await service.record({"event": "session", "id": "\x1b[31m", "key": "you"})
         await service.record({"event": "ended", "id": "\x1b[31m"})
-    found = json_of("watch", run.root)["service"]
-    assert found == {"sessions": 1, "samplers": 0, "saved_weights": 0, "models": [
+    result = json_of("watch", run.root)["service"]
+    assert result == {"sessions": 1, "samplers": 0, "saved_weights": 0, "models": [
         {"user": "me", "model": model, "rank": 4, "steps": 1, "answered": 4, "failed": 1, "waiting": 1, "missing": 4},
     ]}  # fmt: skip
     text = drawn(Watched(run.root).look(), 100)

@@ -145,13 +145,13 @@ class ClusterRun(Run):
             return {}
         if fresh or time.monotonic() >= self._next_scan_s:
             self._next_scan_s = time.monotonic() + _SCAN_S
-            found: dict[str, int] = {}
+            result: dict[str, int] = {}
             for process in (process for node in self.nodes for process in _processes(node.pids())):
                 if (name := process_name(process, self.folder)) and _is_started_by_agent(process):
-                    found[name] = process.pid
+                    result[name] = process.pid
             for process in self._launchers():
-                found["launcher"] = process.pid
-            self._pids = found
+                result["launcher"] = process.pid
+            self._pids = result
         return self._pids
 
     def _launchers(self) -> list[psutil.Process]:
@@ -178,8 +178,8 @@ class ClusterRun(Run):
             names = [name if name in used else min(used, default=name) for name in names]
         for node in self.nodes:
             if node.name in names and node.is_on:
-                own = set(node.pids())
-                lost |= {name: pid for name, pid in pids.items() if pid in own}
+                ours = set(node.pids())
+                lost |= {name: pid for name, pid in pids.items() if pid in ours}
                 node.power_off()
         return lost
 
@@ -244,13 +244,13 @@ def cluster_run(cluster: Cluster, folder: Path, config: Path, *overrides: str) -
 
 
 def _processes(pids: Sequence[int]) -> list[psutil.Process]:
-    found: list[psutil.Process] = []
+    result: list[psutil.Process] = []
     for pid in pids:
         try:
-            found.append(psutil.Process(pid))
+            result.append(psutil.Process(pid))
         except psutil.NoSuchProcess:
             continue
-    return found
+    return result
 
 
 def _words_of(process: psutil.Process) -> list[str]:
@@ -287,9 +287,9 @@ def left_behind(nodes: Nodes) -> list[str]:
 
 def foreign_sockets(nodes: Nodes, allowed: Sequence[int] = ()) -> list[str]:
     """Listening sockets on other addresses than that of their node, which other machines reach."""
-    found = [(node, address, port) for node in nodes if node.is_on for address, port in node.listening()]
+    result = [(node, address, port) for node in nodes if node.is_on for address, port in node.listening()]
     return [
         f"{node.name}: {address}:{port}"
-        for node, address, port in found
+        for node, address, port in result
         if address not in (node.address, LOOPBACK) and port not in allowed
     ]

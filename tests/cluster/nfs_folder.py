@@ -33,11 +33,11 @@ def missing() -> str:
         ctypes.CDLL("libfuse3.so.3")
     except OSError:
         return "a folder as NFS shows it needs libfuse 3 (Debian package libfuse3-3)"
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('mfusepy') is None)"],
         check=False,
     )
-    return "a folder as NFS shows it needs the package mfusepy" if found.returncode else ""
+    return "a folder as NFS shows it needs the package mfusepy" if result.returncode else ""
 
 
 class Handle:
@@ -68,8 +68,8 @@ class Client:
             return getattr(self, operation)(*arguments)
 
     def _send(self, path: str) -> None:
-        for number, own in self._paths.items():
-            if own == path:
+        for number, ours in self._paths.items():
+            if ours == path:
                 self._handles[number].send()
 
     def _opened(self, path: str, descriptor: int) -> int:
@@ -77,16 +77,16 @@ class Client:
         return descriptor
 
     def _deleted(self, path: str) -> None:
-        for number, own in self._paths.items():
-            if own == path:
+        for number, ours in self._paths.items():
+            if ours == path:
                 self._handles[number].is_own_deletion = True  # a client renames such a file instead (.nfs...)
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         self._send(path)
-        found = os.fstat(fh) if fh in self._handles else os.lstat(f"{self._root}{path}")
+        result = os.fstat(fh) if fh in self._handles else os.lstat(f"{self._root}{path}")
         names = ("mode", "nlink", "uid", "gid", "size", "ino", "rdev")
-        times = {f"st_{name}": getattr(found, f"st_{name}_ns") for name in ("atime", "mtime", "ctime")}
-        return {f"st_{name}": getattr(found, f"st_{name}") for name in names} | times
+        times = {f"st_{name}": getattr(result, f"st_{name}_ns") for name in ("atime", "mtime", "ctime")}
+        return {f"st_{name}": getattr(result, f"st_{name}") for name in names} | times
 
     def readdir(self, path: str, fh: int) -> list[str]:
         return [".", "..", *os.listdir(f"{self._root}{path}")]
@@ -138,9 +138,9 @@ class Client:
         self._send(old)
         self._deleted(new)
         os.rename(f"{self._root}{old}", f"{self._root}{new}")
-        for number, own in list(self._paths.items()):
-            if own == old or own.startswith(f"{old}/"):
-                self._paths[number] = new + own[len(old) :]
+        for number, ours in list(self._paths.items()):
+            if ours == old or ours.startswith(f"{old}/"):
+                self._paths[number] = new + ours[len(old) :]
 
     def link(self, target: str, source: str) -> None:
         self._send(source)
@@ -162,9 +162,9 @@ class Client:
         os.utime(f"{self._root}{path}", ns=times)
 
     def statfs(self, path: str) -> dict[str, Any]:
-        found = os.statvfs(f"{self._root}{path}")
+        result = os.statvfs(f"{self._root}{path}")
         names = ("bavail", "bfree", "blocks", "bsize", "favail", "ffree", "files", "flag", "frsize", "namemax")
-        return {f"f_{name}": getattr(found, f"f_{name}") for name in names}
+        return {f"f_{name}": getattr(result, f"f_{name}") for name in names}
 
 
 def main(folder: str) -> None:

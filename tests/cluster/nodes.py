@@ -151,14 +151,14 @@ class Node:
         """The processes of the node, by their ids outside of it, without the one that makes it a node."""
         if not self.is_on:
             return []
-        own = os.readlink(f"/proc/{self._pid}/ns/pid")
-        found: list[int] = []
+        ours = os.readlink(f"/proc/{self._pid}/ns/pid")
+        result: list[int] = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and os.readlink(entry / "ns/pid") == own:
-                    found.append(int(entry.name))
+                if entry.name.isdigit() and os.readlink(entry / "ns/pid") == ours:
+                    result.append(int(entry.name))
         idle = {self._pid, *_children(self._pid)[:1]}
-        return [pid for pid in found if pid not in idle and not _is_zombie(pid)]
+        return [pid for pid in result if pid not in idle and not _is_zombie(pid)]
 
     def listening(self) -> set[tuple[str, int]]:
         """Addresses and ports of its listening sockets for TCP."""
@@ -215,14 +215,14 @@ class Nodes:
     def __iter__(self):
         return iter(self._nodes)
 
-    def cut(self, one: int, other: int) -> None:
+    def cut(self, item: int, other: int) -> None:
         """Two nodes lose each other silently: no packet of one reaches the other."""
-        self[one].reach(self[other], reaches=False)
-        self[other].reach(self[one], reaches=False)
+        self[item].reach(self[other], reaches=False)
+        self[other].reach(self[item], reaches=False)
 
-    def heal(self, one: int, other: int) -> None:
-        self[one].reach(self[other], reaches=True)
-        self[other].reach(self[one], reaches=True)
+    def heal(self, item: int, other: int) -> None:
+        self[item].reach(self[other], reaches=True)
+        self[other].reach(self[item], reaches=True)
 
     def close(self) -> None:
         """End all processes of all nodes."""
@@ -296,8 +296,8 @@ def start_ray(node: Node, head: Node | None = None, *, cpus: int = 4, dashboard:
     """
     first = ("--head", "--port=6379", f"--include-dashboard={dashboard}", f"--dashboard-host={node.address}")
     where = first if head is None else (f"--address={head.address}:6379",)
-    own = (f"--node-ip-address={node.address}", f"--num-cpus={cpus}", "--num-gpus=0", "--disable-usage-stats")
-    argv = ray_command("start", *where, *own, "--object-store-memory=100000000")
+    ours = (f"--node-ip-address={node.address}", f"--num-cpus={cpus}", "--num-gpus=0", "--disable-usage-stats")
+    argv = ray_command("start", *where, *ours, "--object-store-memory=100000000")
     with urgent_children():
         done = node.run(argv, env={**os.environ, **RAY_OPTIONS})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -340,11 +340,11 @@ def _is_zombie(pid: int) -> bool:
 def wait_for(condition: Callable[[], Any], limit_s: float = 60.0) -> Any:
     """What `condition` returns once that is true. TimeoutError after `limit_s`."""
     deadline = time.monotonic() + limit_s
-    while not (found := condition()):
+    while not (result := condition()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {limit_s:g} s")
         time.sleep(0.01)
-    return found
+    return result
 
 
 def main() -> None:

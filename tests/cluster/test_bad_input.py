@@ -142,10 +142,10 @@ def test_a_node_without_the_shared_folder(site: Site) -> None:
 
 
 def test_another_version_on_a_node(site: Site) -> None:
-    own = ROOT / "areal" / "__init__.py"
+    ours = ROOT / "areal" / "__init__.py"
     other = site.folder / "__init__.py"
-    other.write_text(f"{own.read_text()}\n__version__ = '0.0.0'\n")
-    with mounted(site, own, "--bind", str(other)):
+    other.write_text(f"{ours.read_text()}\n__version__ = '0.0.0'\n")
+    with mounted(site, ours, "--bind", str(other)):
         assert site.refusal() == "launch.other_version"
 
 

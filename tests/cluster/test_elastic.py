@@ -31,17 +31,17 @@ class Elastic:
         return name
 
     def _has_joined(self, name):
-        found = {}
+        result = {}
 
         def serves():
             status = self.run.status() or {}
             slots = (status.get("replicas") or {}).get("replicas") or []
             # A restarted server has the name of the one before it until the fleet has seen the new one.
-            found.update({slot["name"]: (slot, status["replicas"]["version"]) for slot in slots})
-            return name in found and found[name][0]["state"] == "serving" and self.run.all_ready([name])
+            result.update({slot["name"]: (slot, status["replicas"]["version"]) for slot in slots})
+            return name in result and result[name][0]["state"] == "serving" and self.run.all_ready([name])
 
         assert self.run.wait_for(serves, LIMIT_S, poll_s=0.1), self.run.tail(self.run.log_path, 30)
-        slot, version = found[name]
+        slot, version = result[name]
         self.joins.append((name, version, slot["version"]))
 
     def leave(self, name):

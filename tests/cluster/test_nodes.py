@@ -91,5 +91,5 @@ def test_an_ssh_server_answers_on_the_address_of_its_node(make_nodes, ssh):
     host, _, port = ssh.serve(nodes[2]).partition(":")
     assert host == f"{NETWORK}.2"
     options = [word for option in (*ssh.options, "BatchMode=yes") for word in ("-o", option)]
-    found = nodes[1].run(["ssh", *options, "-p", port, host, "hostname"], env=os.environ)
-    assert (found.returncode, found.stdout.strip()) == (0, "node2")
+    result = nodes[1].run(["ssh", *options, "-p", port, host, "hostname"], env=os.environ)
+    assert (result.returncode, result.stdout.strip()) == (0, "node2")

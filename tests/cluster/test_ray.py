@@ -58,12 +58,12 @@ class Run:
         self.machines = self.cluster.machines()
 
     def planned(self, name, source, *, machine=0, gpus=()):
-        one = planned_process(name, run_dir=self.folder)
+        subject = planned_process(name, run_dir=self.folder)
         host = self.machines[machine].host
-        env = dataclasses.replace(ProcessContext.from_env(one.env), host=host).to_env()
+        env = dataclasses.replace(ProcessContext.from_env(subject.env), host=host).to_env()
         env |= {"AREAL_TRAINER_ADDRESSES": "", "OMP_NUM_THREADS": "3"}
         argv = (sys.executable, "-c", source)
-        return dataclasses.replace(one, argv=argv, host=host, env=env, gpus=gpus)
+        return dataclasses.replace(subject, argv=argv, host=host, env=env, gpus=gpus)
 
     def open(self, *processes):
         self.backend = self.cluster.backend(

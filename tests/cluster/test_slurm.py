@@ -23,10 +23,10 @@ _LIMIT_S = 240.0
 
 def wait_for(condition: Callable[[], Any], what: str, limit_s: float = _LIMIT_S) -> Any:
     deadline = time.monotonic() + limit_s
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < deadline, what
         time.sleep(0.1)
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ class Run:
             "launcher.stop_grace_s": 3,
             "launcher.slurm.time_limit": 30,
         }
-        given = {word.partition("=")[0] for word in words}
-        overrides = [f"{name}={value}" for name, value in options.items() if name not in given]
+        inputs = {word.partition("=")[0] for word in words}
+        overrides = [f"{name}={value}" for name, value in options.items() if name not in inputs]
         return self.command("--config", "examples/quickstart/grpo.yaml", *overrides, *words)
 
     def command(self, *words: str) -> "subprocess.Popen[str]":
@@ -240,7 +240,9 @@ def test_the_jobs_of_components_end_when_the_job_of_the_launcher_is_killed(run: 
     follower = run.launch("launcher.slurm.separate_jobs=true", "recover.mode=disabled")
     run.await_step(1)
     inside = [
-        one for one in psutil.process_iter() if "--inside" in (words := _words_of(one)) and str(run.folder) in words[-1]
+        item
+        for item in psutil.process_iter()
+        if "--inside" in (words := _words_of(item)) and str(run.folder) in words[-1]
     ]
     for process in inside:
         process.kill()

@@ -69,21 +69,21 @@ def check_whole(name: str, tokenizer) -> str:
     """Compare the last answer of a dialogue with the whole text of the template. "equal", or the code of an error."""
     row = row_of(name)
     try:
-        found = encode_sft_row(row, tokenizer)
+        result = encode_sft_row(row, tokenizer)
     except InputError as error:
         return error.code
     template = dialogue_template(tokenizer)
     messages = [template.template.forms.adapted(message) for message in row["messages"]]
     whole = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False)
     ids = tokenizer.encode(whole, add_special_tokens=False)
-    assert found.token_ids[:-1] == ids[: found.num_tokens - 1]
-    assert ids[found.num_tokens - 1 :][:1] in ([found.token_ids[-1]], [])  # [] where the next header is the end
-    assert tokenizer.decode(ids[found.num_tokens :]).strip() == ""
-    first = found.loss_mask.index(1)
-    assert all(found.loss_mask[first:])
-    ends = [token in template.stop_token_ids for token in found.token_ids[first:]]
+    assert result.token_ids[:-1] == ids[: result.num_tokens - 1]
+    assert ids[result.num_tokens - 1 :][:1] in ([result.token_ids[-1]], [])  # [] where the next header is the end
+    assert tokenizer.decode(ids[result.num_tokens :]).strip() == ""
+    first = result.loss_mask.index(1)
+    assert all(result.loss_mask[first:])
+    ends = [token in template.stop_token_ids for token in result.token_ids[first:]]
     assert ends.index(True) == len(ends) - 1
-    (text,) = learned(found, tokenizer)
+    (text,) = learned(result, tokenizer)
     answer = row["messages"][-1]
     assert answer["content"] in text
     assert answer.get("reasoning_content", "") in text

@@ -59,11 +59,11 @@ def test_by_hand():
 
 
 def test_64_long_tailed_sequences_on_8_ranks_are_within_27_tokens_where_longest_first_leaves_128():
-    found, before = [], []
+    result, before = [], []
     for seed in range(40):
         generator = random.Random(seed)
         sizes = [min(1 + int(generator.lognormvariate(6.5, 0.5)), 4096) for _ in range(64)]
-        found.append(spread(sizes, balanced_parts(sizes, 8)))
+        result.append(spread(sizes, balanced_parts(sizes, 8)))
         before.append(spread(sizes, longest_first(sizes, 8)))
-    assert median(found) <= 27
+    assert median(result) <= 27
     assert median(before) >= 128

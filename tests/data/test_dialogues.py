@@ -64,8 +64,8 @@ def qwen3():
 @pytest.mark.parametrize("name", DIALOGUES)
 @pytest.mark.parametrize("template", ALL)
 def test_a_row_is_what_the_template_writes_and_ends_once(template, name):
-    found = check_whole(name, template_tokenizer(ALL[template]))
-    assert found == "equal" or (found == "data.template_refused" and template in ("NO_CALLS", "HEADER_ENDS"))
+    result = check_whole(name, template_tokenizer(ALL[template]))
+    assert result == "equal" or (result == "data.template_refused" and template in ("NO_CALLS", "HEADER_ENDS"))
 
 
 def test_a_thinking_answer_does_not_follow_a_closed_block():

@@ -37,14 +37,14 @@ def test_a_prompt_is_what_the_processor_writes(tmp_path, family):
     tokenizer, layout = tokenizer_of(config, str(tmp_path)), read_vision_layout(str(tmp_path))
     images = PromptImages(ImageWriter(layout, ImageFiles(tmp_path / "images"), None), VisionConfig(), tokenizer)
     row = {"messages": user("a<image>b<image>"), "images": [png(56, 56), png(100, 30)]}
-    found = encode_prompt(row, tokenizer, images=images)
-    sizes = [layout.tokens_of(ref) for ref in images.writer.store(found.images)]
+    actual = encode_prompt(row, tokenizer, images=images)
+    sizes = [layout.tokens_of(ref) for ref in images.writer.store(actual.images)]
     seen = [before + each * size + behind for size in sizes]
     parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}, {"type": "image"}]
     text = plain.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
     assert text.count(mark) == 2
     expected = plain.encode(text.replace(mark, "MARK").replace("MARK", seen[0], 1).replace("MARK", seen[1], 1))
-    assert list(found.token_ids) == expected
+    assert list(actual.token_ids) == expected
     row = {"prompt": "a<image>b<image>", "images": row["images"]}
     assert list(encode_prompt(row, tokenizer, images=images).token_ids) == plain.encode(f"a{seen[0]}b{seen[1]}")
     row = {"messages": user(f"a{mark}{each}"), "images": []}

@@ -151,10 +151,10 @@ def test_a_hub_name_has_the_layout_of_its_files(tmp_path, monkeypatch):
     assert read_vision_layout("someone/model") is None
     assert read_vision_layout("someone/model", downloads=True) == local
     actor = PPOActorConfig(path="someone/model")
-    found = RunImages.of(GRPOConfig(experiment_name="a", trial_name="b", actor=actor, allocation_mode="d1"))
-    assert found is not None
-    assert found.layout == local
-    assert set(found.bans) == {3, 4, 5, 6}
+    result = RunImages.of(GRPOConfig(experiment_name="a", trial_name="b", actor=actor, allocation_mode="d1"))
+    assert result is not None
+    assert result.layout == local
+    assert set(result.bans) == {3, 4, 5, 6}
     repository = tmp_path / "cache" / "models--someone--model"
     snapshot = repository / "snapshots" / ("1" * 40)
     for folder in (snapshot, repository / "refs"):

@@ -92,9 +92,9 @@ def test_every_kind_of_source_becomes_the_same_file(images, tmp_path, kind):
         "base64": text,
         "pillow": Image.open(io.BytesIO(data)),
     }[kind]
-    found = encode_prompt({"prompt": "<image>", "images": [source]}, TOKENIZER, images=images).images
-    (stored,) = images.writer.store(found)
-    assert stored.grid == found[0].grid == (1, 4, 4)
+    result = encode_prompt({"prompt": "<image>", "images": [source]}, TOKENIZER, images=images).images
+    (stored,) = images.writer.store(result)
+    assert stored.grid == result[0].grid == (1, 4, 4)
     (other,) = images.writer.store(encode_prompt({"prompt": "", "images": data}, TOKENIZER, images=images).images)
     assert stored == other
 
@@ -132,9 +132,9 @@ def test_the_limit_of_length_counts_the_tokens_of_images(images, tmp_path):
 @pytest.mark.parametrize("train_on", ["last", "assistant", "all"])
 def test_rows_of_supervised_training_have_expanded_tokens_and_masks(images, train_on):
     row = {"messages": user("<image>a"), "images": [png()], "answer": "b"}
-    found = encode_sft_row(row, TOKENIZER, train_on=train_on, images=images)
-    assert found.token_ids == [*ONE, 3, 4, 1]
-    assert found.loss_mask == [int(train_on == "all")] * 7 + [1, 1]
-    assert len(found.images) == 1
+    result = encode_sft_row(row, TOKENIZER, train_on=train_on, images=images)
+    assert result.token_ids == [*ONE, 3, 4, 1]
+    assert result.loss_mask == [int(train_on == "all")] * 7 + [1, 1]
+    assert len(result.images) == 1
     with raises_code("data.too_long"):
-        found.shortened(5, keep_end=False)
+        result.shortened(5, keep_end=False)

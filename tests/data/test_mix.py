@@ -47,8 +47,8 @@ def test_the_rows_of_a_list_follow_one_another(files):
 
 
 def test_weights_repeat_rows(files):
-    found = prompts(TrainDatasetConfig(path=files, weights=[2, 1, 1]))
-    assert found == ["a0", "a1", "a2", "a3", "b0", "b1", "c0", "c0"]
+    result = prompts(TrainDatasetConfig(path=files, weights=[2, 1, 1]))
+    assert result == ["a0", "a1", "a2", "a3", "b0", "b1", "c0", "c0"]
 
 
 def test_an_empty_dataset_of_a_list_is_named(files, tmp_path):

@@ -86,7 +86,7 @@ def test_wrong_rows_are_named(tokenizer, tmp_path, row, code, value):
 def test_images_are_refused_in_the_column_that_the_run_names(tokenizer, tmp_path):
     row = {"prompt": "a", "chosen": "b", "rejected": "c"}
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row | {"pictures": found}) + "\n" for found in ([], ["a.png"])))
+    path.write_text("".join(json.dumps(row | {"pictures": item}) + "\n" for item in ([], ["a.png"])))
     with raises_code("data.invalid_column", "rows.jsonl, row 1", "'pictures'"):
         load_pairs(DatasetConfig(path=str(path), type="rw"), tokenizer, default_split="train", image_key="pictures")
 

@@ -41,9 +41,9 @@ def sft_config(train):
     ],
 )
 def test_the_first_wrong_column_is_named(kind, row, code, column):
-    found = column_problem(row, kind)
-    assert (found.code if found else None) == code
-    assert column in (found.text if found else "")
+    result = column_problem(row, kind)
+    assert (result.code if result else None) == code
+    assert column in (result.text if result else "")
 
 
 def test_a_bad_row_after_many_good_ones_is_found_with_counts_and_type():
@@ -53,9 +53,9 @@ def test_a_bad_row_after_many_good_ones_is_found_with_counts_and_type():
 
 
 def test_only_the_first_rows_are_named_and_the_others_counted():
-    found = [column_problem({"prompt": index}, "rl") for index in range(9)]
+    result = [column_problem({"prompt": index}, "rl") for index in range(9)]
     with raises_code("data.invalid_column", "9 of 9", "row 2 ", "6 more") as error:
-        require_usable(found, "x")
+        require_usable(result, "x")
     assert "row 3 " not in str(error.value)
 
 
@@ -104,10 +104,10 @@ def test_the_rows_of_a_damaged_file_are_not_counted(tmp_path):
 def test_a_line_that_is_no_object_is_found_wherever_it_is(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text('{"prompt": "a"}\n\n[1]\n{"prompt"\n')
-    found = file_problem(DatasetConfig(path=str(path), map_fn="gsm8k"), kind="rl")
-    assert "2 of 3" in found
-    assert "row 1" in found
-    assert "row 2" in found
+    result = file_problem(DatasetConfig(path=str(path), map_fn="gsm8k"), kind="rl")
+    assert "2 of 3" in result
+    assert "row 1" in result
+    assert "row 2" in result
 
 
 def test_a_large_file_is_read_in_part_or_not_at_all(tmp_path, monkeypatch):

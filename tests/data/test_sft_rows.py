@@ -143,7 +143,7 @@ def test_a_cut_that_leaves_nothing_to_learn_leaves_the_row_out(tokenizer, rows):
 def test_images_that_the_model_cannot_take_are_refused(tokenizer, tmp_path):
     row = {"prompt": "2+2=", "answer": "4"}
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row | {"pictures": found}) + "\n" for found in ([], ["a.png"])))
+    path.write_text("".join(json.dumps(row | {"pictures": item}) + "\n" for item in ([], ["a.png"])))
     data = DatasetConfig(path=str(path), type="sft")
     with raises_code("model.image_processor", "rows.jsonl, row 1", "pictures"):
         load_sft_rows(data, tokenizer, default_split="train", image_key="pictures")

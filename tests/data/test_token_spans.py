@@ -38,13 +38,13 @@ def unigrams() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def by_search(one, ids, other, other_ids) -> list[Span]:
+def by_search(item, ids, other, other_ids) -> list[Span]:
     """The longest list of borders at which both prefixes decode to the same text without a broken character."""
-    text = one.decode(ids)
+    text = item.decode(ids)
     borders = [(0, 0)]
     for end in range(1, len(ids) + 1):
-        prefix = one.decode(ids[:end])
-        whole = prefix and text.startswith(prefix) and prefix + one.decode(ids[end:]) == text
+        prefix = item.decode(ids[:end])
+        whole = prefix and text.startswith(prefix) and prefix + item.decode(ids[end:]) == text
         for other_end in range(borders[-1][1] + 1, len(other_ids) + 1):
             if whole and other.decode(other_ids[:other_end]) == prefix:
                 borders.append((end, other_end))
@@ -59,13 +59,13 @@ def tokenizers():
 
 @pytest.mark.parametrize("pair", [(0, 1), (1, 0), (1, 2), (2, 1)])
 def test_spans_are_those_of_a_search(tokenizers, pair):
-    one, other = (tokenizers[place] for place in pair)
+    first, other = (tokenizers[place] for place in pair)
     random_words = random.Random(pair[0])
     for _ in range(60):
         text = "".join(random_words.choices(WORDS, k=random_words.randint(1, 12)))
-        ids, other_ids = (each.encode(text, add_special_tokens=False) for each in (one, other))
-        spans = common_spans(pieces_of(one, ids), pieces_of(other, other_ids))
-        assert spans == by_search(one, ids, other, other_ids), text
+        ids, other_ids = (each.encode(text, add_special_tokens=False) for each in (first, other))
+        spans = common_spans(pieces_of(first, ids), pieces_of(other, other_ids))
+        assert spans == by_search(first, ids, other, other_ids), text
         assert spans[-1].tokens.stop == len(ids)
         assert spans[-1].other_tokens.stop == len(other_ids)
 

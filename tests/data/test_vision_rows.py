@@ -28,7 +28,7 @@ ANSWERS = {"clevr_count_70k": "[3]", "geometry3k": "\\boxed{\\frac{1}{2}}", "vir
 @pytest.fixture(scope="module")
 def tokenizer():
     special = ["<pad>", "<eos>", "<unk>", "_", "~", "`", "?", *IMAGE_TOKENS[:3], " ", *IMAGE_TOKENS[3:]]
-    return character_tokenizer(special + [one for one in LETTERS if one not in special], chat_template=TEMPLATE)
+    return character_tokenizer(special + [item for item in LETTERS if item not in special], chat_template=TEMPLATE)
 
 
 @pytest.fixture

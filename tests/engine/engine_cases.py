@@ -86,8 +86,8 @@ def deepseek(shape: dict[str, int], *, num_experts: int) -> DeepseekV3Config:
 def latent_sizes(shape: dict[str, int], *, num_experts: int) -> dict[str, int]:
     attention = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
     experts = {"n_routed_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    own = shape | {"num_key_value_heads": 4}
-    return own | attention | experts | {"first_k_dense_replace": 1}
+    ours = shape | {"num_key_value_heads": 4}
+    return ours | attention | experts | {"first_k_dense_replace": 1}
 
 
 def make_batch(lengths: list[int] = LENGTHS, seed: int = 0) -> TrainBatch:
@@ -153,10 +153,10 @@ def make_engine(
 
 def weights_of(engine) -> dict[str, torch.Tensor]:
     """What the engine sends, which is what it announced."""
-    found = {name: value.clone() for name, value in engine.named_weights()}
+    result = {name: value.clone() for name, value in engine.named_weights()}
     announced = [(spec.name, spec.shape, spec.dtype) for spec in engine.weight_specs()]
-    assert announced == [(name, list(value.shape), str(value.dtype)[6:]) for name, value in found.items()]
-    return found
+    assert announced == [(name, list(value.shape), str(value.dtype)[6:]) for name, value in result.items()]
+    return result
 
 
 def train(engine, batch: TrainBatch, steps: int = 1, loss_fn=policy_loss):
@@ -237,8 +237,8 @@ def _rich(mesh: TrainerMesh, folder: Path, batch: TrainBatch) -> None:
             options = {"mb_spec": MicroBatchSpec(max_tokens_per_mb=14), "gradient_checkpointing": True}
             engine = make_engine(folder / "models" / model, mesh, outputs=RICH, **options)
             outputs = engine.forward(mine)
-            found = {key: getattr(outputs, key) for key in RICH_NAMES}
-            save_file(found, folder / f"rich-forward-{model}-{name}-{mesh.rank}")
+            result = {key: getattr(outputs, key) for key in RICH_NAMES}
+            save_file(result, folder / f"rich-forward-{model}-{name}-{mesh.rank}")
             train(engine, mine.with_column(CANDIDATE_IDS, outputs.candidate_ids), loss_fn=rich_loss)
             save_file(weights_of(engine), folder / f"rich-weights-{model}-{name}-{mesh.rank}")
     engine = make_engine(folder / "models" / "qwen2", mesh, outputs=OutputSpec(candidates=0))
@@ -302,7 +302,7 @@ def _errors(mesh: TrainerMesh, models: Path) -> list[str]:
     """What is wrong on one rank only must end the call on both: the codes."""
     engine = make_engine(models / "llama", mesh, mb_spec=MicroBatchSpec(max_tokens_per_mb=10))
     lengths = [4, 12] if mesh.rank == 1 else [4]
-    found: list[str] = []
+    result: list[str] = []
     for action in (
         lambda: engine.forward(make_batch(lengths)),
         lambda: engine.save(Path("/proc/nowhere/export"), with_optimizer=False),
@@ -311,20 +311,20 @@ def _errors(mesh: TrainerMesh, models: Path) -> list[str]:
         try:
             action()
         except ArealError as error:
-            found.append(error.code)
-    return found
+            result.append(error.code)
+    return result
 
 
 def _reduced(mesh: TrainerMesh, engine: TrainEngine) -> dict[str, list[str]]:
     """Maxima, minima and metrics of two ranks, where each has numbers of its own or a NaN."""
     nan, infinity = float("nan"), float("inf")
-    own = [(1.0, 2.0), (nan, 1.0), (1.0, nan), (nan, nan), (-infinity, infinity)]
-    values = torch.tensor([pair[mesh.rank] for pair in own], dtype=torch.float64)
-    found = {op: mesh.all_reduce(values, op).tolist() for op in ("sum", "max", "min")}
+    ours = [(1.0, 2.0), (nan, 1.0), (1.0, nan), (nan, nan), (-infinity, infinity)]
+    values = torch.tensor([pair[mesh.rank] for pair in ours], dtype=torch.float64)
+    result = {op: mesh.all_reduce(values, op).tolist() for op in ("sum", "max", "min")}
     for kind in ("mean", "max", "min"):
-        each = {str(place): Metric(pair[mesh.rank], 1.0, kind) for place, pair in enumerate(own[:4])}
-        found[kind + "_metric"] = [one.value for _, one in sorted(reduce_metrics(each, engine).items())]
-    return {name: [repr(value) for value in values] for name, values in found.items()}
+        each = {str(place): Metric(pair[mesh.rank], 1.0, kind) for place, pair in enumerate(ours[:4])}
+        result[kind + "_metric"] = [item.value for _, item in sorted(reduce_metrics(each, engine).items())]
+    return {name: [repr(value) for value in values] for name, values in result.items()}
 
 
 def _diverged(mesh: TrainerMesh, models: Path) -> list[list[object]]:
@@ -333,12 +333,12 @@ def _diverged(mesh: TrainerMesh, models: Path) -> list[list[object]]:
     def broken(outputs, micro, factor: float) -> LossOutput:
         return LossOutput(loss=outputs.logprobs.sum() * (factor if mesh.rank == 1 else 1.0), metrics={})
 
-    found: list[list[object]] = []
+    result: list[list[object]] = []
     for factor, rate in ((float("nan"), 1e-2), (1e30, 1e-2), (1.0, 1e36)):
         engine = make_engine(models / "qwen2", mesh, optimizer=replace(ADAM, lr=rate))
         try:
             train(engine, share_of(make_batch(), mesh), loss_fn=partial(broken, factor=factor))
         except TrainingDiverged as error:
-            found.append([error.kind, error.parameter])
+            result.append([error.kind, error.parameter])
         mesh.barrier()
-    return found
+    return result

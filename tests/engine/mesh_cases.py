@@ -199,7 +199,7 @@ def steps_of(engine, case: str, share=lambda batch: batch, batches=None) -> list
     option = case.partition("-")[2]
     losses = {"rich": cases.rich_loss, "critic": cases.value_loss, "reward": cases.score_loss}
     loss_fn = losses.get(option, cases.policy_loss)
-    found = []
+    result = []
     torch.manual_seed(0)
     for batch in batches or all_batches():
         mine = share(recorded(engine, case, batch))
@@ -209,22 +209,22 @@ def steps_of(engine, case: str, share=lambda batch: batch, batches=None) -> list
             metrics = cases.train(engine, mine, loss_fn=loss_fn)
         else:
             metrics = {name.rpartition("/")[2]: value for name, value in update(engine, mine).items()}
-        own = metrics["loss"].total if "loss" in metrics else 0.0  # a rank without sequences has no loss
-        loss = engine.all_reduce(torch.tensor([own], dtype=torch.float64)).item()
-        found.append([loss, metrics["grad_norm"].value])
-    return found
+        ours = metrics["loss"].total if "loss" in metrics else 0.0  # a rank without sequences has no loss
+        loss = engine.all_reduce(torch.tensor([ours], dtype=torch.float64)).item()
+        result.append([loss, metrics["grad_norm"].value])
+    return result
 
 
 def gradient_of(engine, case: str, share=lambda batch: batch) -> dict[str, torch.Tensor]:
     """Of each batch, from an engine with `DESCENT`: what its float32 weights lose."""
     first = {name: value.clone() for name, value in engine.named_weights(stored=True)}
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     for place, batch in enumerate(all_batches()):
         engine.load_weights(first.items())
         cases.train(engine, share(recorded(engine, case, batch)))
         for name, value in engine.named_weights(stored=True):
-            found[f"{place}/{name}"] = (first[name].double() - value.double()).float()
-    return found
+            result[f"{place}/{name}"] = (first[name].double() - value.double()).float()
+    return result
 
 
 def layers_of(engine) -> int:
@@ -253,9 +253,9 @@ def with_choices(batch: TrainBatch, num_layers: int, *, has_gaps: bool) -> Train
 def outputs_of(engine, case: str, share=lambda batch: batch) -> dict[str, torch.Tensor]:
     """Of every token of the first batch, in its order, on every rank that holds a share."""
     batch = all_batches()[0]
-    found = engine.forward(share(recorded(engine, case, batch)))
+    result = engine.forward(share(recorded(engine, case, batch)))
     names = [*cases.RICH_NAMES, "values", "scores"]
-    return {name: value for name in names if (value := getattr(found, name)) is not None}
+    return {name: value for name in names if (value := getattr(result, name)) is not None}
 
 
 def exact_of(engine) -> dict[str, torch.Tensor]:
@@ -312,9 +312,9 @@ def run_case(folder: Path, case: str, mesh: TrainerMesh, shard_size: int | None,
 def _adapter_is_equal(engine, folder: Path, make) -> bool:
     """Whether an adapter folder has the adapters bit for bit, and training can continue from it."""
     engine.save_adapter(folder)
-    own, lora = exact_of(engine), engine.lora.adapters.config
-    found = is_equal(load_file(folder / "adapter_model.safetensors"), own)
-    return found and (lora.init == "pissa" or is_equal(exact_of(make(lora=replace(lora, path=str(folder)))), own))
+    ours, lora = exact_of(engine), engine.lora.adapters.config
+    result = is_equal(load_file(folder / "adapter_model.safetensors"), ours)
+    return result and (lora.init == "pissa" or is_equal(exact_of(make(lora=replace(lora, path=str(folder)))), ours))
 
 
 def share_indices(batch: TrainBatch, dp_size: int, dp_rank: int) -> list[int]:

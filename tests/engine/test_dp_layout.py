@@ -27,11 +27,11 @@ def on_four_ranks(mesh: TrainerMesh, folder: Path) -> dict[str, object]:
     batch = make_batch()
     share = take(batch, balanced_parts(batch.sequence_lengths, DP_SIZE)[mesh.dp_rank])
     engine = make_engine(folder / "models" / "qwen3", mesh, optimizer=SGD)
-    one = torch.ones(1, dtype=torch.float64)
+    subject = torch.ones(1, dtype=torch.float64)
     facts = {
         "ranks": [mesh.rank, mesh.world_size, engine.dp_rank, engine.dp_size],
-        "sums": [mesh.all_reduce(one).item(), engine.all_reduce(one).item()],
-        "max": engine.all_reduce(one * mesh.rank, "max").item(),
+        "sums": [mesh.all_reduce(subject).item(), engine.all_reduce(subject).item()],
+        "max": engine.all_reduce(subject * mesh.rank, "max").item(),
         "gathered": [
             [content.tolist() for content in ranks.gather(np.full(mesh.rank + 1, mesh.rank, np.uint8))]
             for ranks in (mesh, mesh.for_thread())
@@ -91,9 +91,9 @@ def test_losses_metrics_and_weights_are_those_of_one_rank(cases, folder, rank):
     assert facts["loss"] == pytest.approx([metrics["loss"].total, metrics["loss"].count], abs=1e-5)
     assert facts["tokens"] == batch.num_tokens
     assert facts["grad_norm"] == pytest.approx(metrics["grad_norm"].value, rel=1e-5)
-    found = load_file(folder / f"weights-{rank}")
+    result = load_file(folder / f"weights-{rank}")
     for name, value in cases.weights_of(engine).items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(result[name], value, rtol=0, atol=1e-6, msg=name)
 
 
 def test_data_parallel_ranks_of_unequal_size_are_refused():

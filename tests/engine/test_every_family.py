@@ -107,29 +107,29 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 def small_values(config: PretrainedConfig) -> dict[str, Any]:
     values = config.to_dict()
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         name: value
         for name, value in SMALL.items()
         if isinstance(values.get(name), int | float | str) or (name in NEEDED and name in values)
     }
     if values.get("layer_types", ()) is None:
-        found["layer_types"] = ["full_attention"] * SMALL["num_hidden_layers"]
+        result["layer_types"] = ["full_attention"] * SMALL["num_hidden_layers"]
     elif kinds := list(dict.fromkeys(values.get("layer_types") or ())):  # each once, at least two layers
-        found["layer_types"] = kinds if len(kinds) > 1 else kinds * 2
-        found["num_hidden_layers"] = len(found["layer_types"])
+        result["layer_types"] = kinds if len(kinds) > 1 else kinds * 2
+        result["num_hidden_layers"] = len(result["layer_types"])
         if mlps := list(dict.fromkeys(values.get("mlp_layer_types") or ())):
-            found["mlp_layer_types"] = [mlps[i % len(mlps)] for i in range(found["num_hidden_layers"])]
+            result["mlp_layer_types"] = [mlps[i % len(mlps)] for i in range(result["num_hidden_layers"])]
     rope = values.get("rope_parameters") or {}
     if "rope_theta" in rope:  # parts of half a head, for time, height and width; most families have none
         half = int(SMALL["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
-        found["rope_parameters"] = rope | {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
+        result["rope_parameters"] = rope | {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     if "qk_rope_head_dim" in values:  # of latent attention: its heads have keys and values of their own
-        found.pop("head_dim", None)
-        found["num_key_value_heads"] = 4
+        result.pop("head_dim", None)
+        result["num_key_value_heads"] = 4
     for name in config.sub_configs:
         if isinstance(part := getattr(config, name, None), PretrainedConfig):
-            found[name] = small_values(part) | {"model_type": part.model_type}
-    return found
+            result[name] = small_values(part) | {"model_type": part.model_type}
+    return result
 
 
 def small_model(family: str) -> PreTrainedModel:
@@ -153,12 +153,12 @@ def small_model(family: str) -> PreTrainedModel:
 
 def logprobs_of(model: PreTrainedModel) -> torch.Tensor:
     """Of each sequence of `make_batch` alone, as transformers computes them."""
-    batch, found = cases.make_batch(), list[torch.Tensor]()
+    batch, result = cases.make_batch(), list[torch.Tensor]()
     with torch.no_grad():
         for ids in torch.split(batch.input_ids, batch.sequence_lengths):
             logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            found += [logits.gather(1, ids[1:, None])[:, 0], torch.zeros(1)]
-    return torch.cat(found)
+            result += [logits.gather(1, ids[1:, None])[:, 0], torch.zeros(1)]
+    return torch.cat(result)
 
 
 def outcome(family: str, folder: Path) -> str:
@@ -217,15 +217,15 @@ def _on_two_ranks(folder: Path, mesh: TrainerMesh) -> float | str:
 
 def on_two_ranks(mesh: TrainerMesh, folder: Path) -> dict[str, float | str]:
     """Load every checkpoint on both ranks: the largest difference of each, or the code of its refusal."""
-    found: dict[str, float | str] = {}
+    result: dict[str, float | str] = {}
     for path in sorted(folder.glob("*/expected")):
         try:
-            found[path.parent.name] = _on_two_ranks(path.parent, mesh)
+            result[path.parent.name] = _on_two_ranks(path.parent, mesh)
         except ArealError as error:
-            found[path.parent.name] = error.code
+            result[path.parent.name] = error.code
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # of an architecture
-            found[path.parent.name] = type(error).__name__
-    return found
+            result[path.parent.name] = type(error).__name__
+    return result
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "train_engines.md"
@@ -247,44 +247,44 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, str]:
+def outcomes() -> dict[str, str]:
     """Family -> its outcome; filled by the tests."""
     return {}
 
 
 @pytest.mark.parallel
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_family_equals_transformers_or_is_refused(folder, found, family):
+def test_a_family_equals_transformers_or_is_refused(folder, outcomes, family):
     try:
-        found[family] = outcome(family, folder / family)
+        outcomes[family] = outcome(family, folder / family)
     except Exception as error:  # a defect, which the table names
         is_other = isinstance(error, AssertionError)
-        found[family] = "differs" if is_other else f"fails: {type(error).__name__}"
+        outcomes[family] = "differs" if is_other else f"fails: {type(error).__name__}"
         if family in MUST_LOAD:
             raise
-        pytest.xfail(found[family])
-    assert family not in MUST_LOAD or found[family] == "loads"
+        pytest.xfail(outcomes[family])
+    assert family not in MUST_LOAD or outcomes[family] == "loads"
 
 
 @pytest.mark.parallel
-def test_two_ranks_load_the_families_that_one_rank_loads(folder, found):
+def test_two_ranks_load_the_families_that_one_rank_loads(folder, outcomes):
     for on_two in run_ranks(on_two_ranks, folder):
         assert on_two
         for family, gap in on_two.items():
             if isinstance(gap, str):
-                found[family] = f"one rank only: {gap}"
-            assert found[family] != "loads" or gap < 1e-5, family
-            assert found[family] == "loads" or family not in MUST_LOAD, family
-    if found.keys() == FAMILIES.keys():
-        write_table(found)
+                outcomes[family] = f"one rank only: {gap}"
+            assert outcomes[family] != "loads" or gap < 1e-5, family
+            assert outcomes[family] == "loads" or family not in MUST_LOAD, family
+    if outcomes.keys() == FAMILIES.keys():
+        write_table(outcomes)
 
 
-def write_table(found: dict[str, str]) -> None:
+def write_table(outcomes: dict[str, str]) -> None:
     before, after = PAGE.read_text().split(START)
     lines = ["| outcome | families |", "|---|---|"]
     older = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
-    for result, _ in Counter(found.values()).most_common():
-        every = sorted(family for family, each in found.items() if each == result)
+    for result, _ in Counter(outcomes.values()).most_common():
+        every = sorted(family for family, each in outcomes.items() if each == result)
         names = ", ".join(family for family in every if result == "loads" or family not in older)
         if len(rest := [family for family in every if result != "loads" and family in older]) > 0:
             names += f"{names and ', '}{len(rest)} that fill masks or translate"

@@ -26,9 +26,9 @@ def test_micro_batches_make_the_update_of_the_whole(cases, path, case):
     config = PPOActorConfig(path="x", kl_ctl=0.0, ppo_n_minibatches=2, use_decoupled_loss=True, **CASES[case])
     whole, metrics = loss_cases.update(path, None, loss_cases.rewarded_batch(), config)
     spec = MicroBatchSpec(max_tokens_per_mb=15)
-    cut, found = loss_cases.update(path, None, loss_cases.rewarded_batch(), config, mb_spec=spec)
+    cut, result = loss_cases.update(path, None, loss_cases.rewarded_batch(), config, mb_spec=spec)
     before = cases.weights_of(cases.make_engine(path))
     assert max(float((before[name] - value).abs().max()) for name, value in whole.items()) > 1e-4
     for name, value in whole.items():
         torch.testing.assert_close(cut[name], value, rtol=0, atol=1e-6, msg=name)
-    assert found == pytest.approx(metrics, abs=1e-5)
+    assert result == pytest.approx(metrics, abs=1e-5)

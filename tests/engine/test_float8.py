@@ -46,16 +46,16 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
     """A word for each product in 8 bits that has run: forward or backward."""
-    found: list[str] = []
+    result: list[str] = []
     for name in ("forward", "backward"):
         original = getattr(matmul_with_hp_or_float8_args, name)
 
         def counted(*arguments, original=original, name=name):
-            found.append(name)
+            result.append(name)
             return original(*arguments)
 
         monkeypatch.setattr(matmul_with_hp_or_float8_args, name, staticmethod(counted))
-    return found
+    return result
 
 
 def logprobs(engine, batch) -> Tensor:
@@ -94,15 +94,15 @@ def products(recipe: str, x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tens
 def test_products_are_those_of_float64_with_the_same_scales(model, recipe):
     engine = cases.make_engine(model, fp8=Float8Config(recipe=recipe))
     generator = torch.Generator().manual_seed(0)
-    for layer in (one for one in engine._model.modules() if isinstance(one, Float8Linear)):
+    for layer in (module for module in engine._model.modules() if isinstance(module, Float8Linear)):
         x = torch.randn(7, layer.in_features, generator=generator).requires_grad_()
         upstream = torch.randn(7, layer.out_features, generator=generator) * 1e-3
         output = layer(x)
         gradients = torch.autograd.grad(output, (x, layer.weight), upstream)
         exact = products(recipe, x.detach(), layer.weight.detach(), upstream)
         plain = x.detach().double() @ layer.weight.detach().double().T
-        for found, expected in zip((output.detach(), *gradients), exact, strict=True):
-            torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6 * expected.abs().max().item())
+        for actual, expected in zip((output.detach(), *gradients), exact, strict=True):
+            torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-6 * expected.abs().max().item())
         error = (exact[0] - plain).norm() / plain.norm()
         assert 0.01 < error < 0.06  # 8 bits: the comparison above is not one of plain products
 
@@ -127,7 +127,7 @@ def test_a_whole_model_is_that_of_float64(model, recipe, monkeypatch):
     """Log-probabilities and gradients of packed rows, where all values between the products are float64."""
     batch = cases.make_batch([16])
     engine = cases.make_engine(model, fp8=Float8Config(recipe=recipe))
-    found = logprobs(engine, batch)
+    result = logprobs(engine, batch)
     gradients = cases.gradients(engine, batch)
     exact = cases.make_engine(model)
     exact._model.double()
@@ -139,11 +139,11 @@ def test_a_whole_model_is_that_of_float64(model, recipe, monkeypatch):
         return Reference.apply(x.flatten(0, -2), self.weight, recipe).unflatten(0, x.shape[:-1])
 
     monkeypatch.setattr(nn.Linear, "forward", forward)
-    torch.testing.assert_close(found.double(), logprobs(exact, batch).double(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(result.double(), logprobs(exact, batch).double(), rtol=0, atol=1e-4)
     exact.forward_backward(batch, cases.policy_loss, denominator=float(batch.loss_mask.sum()))
-    own = {name: weight.grad for name, weight in exact._model.named_tensors() if weight.grad is not None}
-    assert own.keys() == gradients.keys()
-    for name, gradient in own.items():
+    ours = {name: weight.grad for name, weight in exact._model.named_tensors() if weight.grad is not None}
+    assert ours.keys() == gradients.keys()
+    for name, gradient in ours.items():
         limit = 3e-3 * gradient.abs().max().item()
         torch.testing.assert_close(gradients[name].double(), gradient, rtol=0, atol=limit, msg=name)
 
@@ -152,8 +152,8 @@ def test_rowwise_log_probabilities_do_not_depend_on_the_other_rows(model):
     """Those of one scale for all tokens of a micro-batch do."""
     batch, spread = cases.make_batch(), MicroBatchSpec(n_mbs=4)
     for recipe, least, most in ((ROWWISE, 0.0, 1e-6), (TENSORWISE, 1e-3, 1.0)):
-        one, four = (cases.make_engine(model, fp8=recipe, mb_spec=spec) for spec in (MicroBatchSpec(), spread))
-        gap = (logprobs(one, batch) - logprobs(four, batch)).abs().max().item()
+        first, four = (cases.make_engine(model, fp8=recipe, mb_spec=spec) for spec in (MicroBatchSpec(), spread))
+        gap = (logprobs(first, batch) - logprobs(four, batch)).abs().max().item()
         assert least <= gap <= most
 
 
@@ -163,7 +163,7 @@ def test_rowwise_log_probabilities_do_not_depend_on_the_other_rows(model):
 
 def converted(engine) -> set[str]:
     layers = engine._model.model.named_modules()
-    return {name for name, one in layers if isinstance(one, Float8Linear | LoRALinear)}
+    return {name for name, item in layers if isinstance(item, Float8Linear | LoRALinear)}
 
 
 KINDS: dict[str, dict] = {
@@ -191,11 +191,11 @@ def test_every_pass_enters_every_layer(model, calls, kind, recipe, shares_in_sma
     loss = {"critic": cases.value_loss, "reward": cases.score_loss}.get(kind, cases.policy_loss)
     cases.train(engine, batch, loss_fn=loss)
     again = 2 if kind in ("checkpointed", "selective") else 1
-    found = calls.count("forward"), calls.count("backward")
+    result = calls.count("forward"), calls.count("backward")
     if kind == "lora":  # one product for a gradient; nothing below the first block is trained
-        assert found == (LINEAR + LINEAR - 3, 0)
+        assert result == (LINEAR + LINEAR - 3, 0)
     else:
-        assert found == (again * LINEAR, LINEAR)
+        assert result == (again * LINEAR, LINEAR)
 
 
 class Products(TorchDispatchMode):
@@ -213,23 +213,23 @@ def test_a_weight_below_adapters_takes_no_product_for_its_gradient_and_the_rest_
     engine = cases.make_engine(model, fp8=Float8Config(recipe=recipe), lora=LoRAConfig(rank=2))
     like = cases.make_engine(model, fp8=Float8Config(recipe=recipe))
     generator = torch.Generator().manual_seed(0)
-    layers = [one for one in like._model.modules() if isinstance(one, Float8Linear)]
-    adapted = [one for one in engine._model.modules() if isinstance(one, LoRALinear)]
+    layers = [module for module in like._model.modules() if isinstance(module, Float8Linear)]
+    adapted = [module for module in engine._model.modules() if isinstance(module, LoRALinear)]
     assert len(adapted) == len(layers) == LINEAR
-    for own, torchaos in zip(adapted, layers, strict=True):
-        x = torch.randn(2, 7, own.in_features, generator=generator).requires_grad_()
-        upstream = torch.randn(2, 7, own.out_features, generator=generator) * 1e-3
-        counts, found = [], []
-        for product in (lambda x, own=own: own.product(x, own.weight, own.bias), torchaos):
+    for ours, torchaos in zip(adapted, layers, strict=True):
+        x = torch.randn(2, 7, ours.in_features, generator=generator).requires_grad_()
+        upstream = torch.randn(2, 7, ours.out_features, generator=generator) * 1e-3
+        counts, result = [], []
+        for product in (lambda x, ours=ours: ours.product(x, ours.weight, ours.bias), torchaos):
             with Products() as products_run:
                 output = product(x)
                 output.backward(upstream)
             counts.append(products_run.count)
-            found.append((output, x.grad))
+            result.append((output, x.grad))
             x.grad = None
         assert counts == [2, 3]
-        assert torch.equal(found[0][0], found[1][0])
-        assert torch.equal(found[0][1], found[1][1])
+        assert torch.equal(result[0][0], result[1][0])
+        assert torch.equal(result[0][1], result[1][1])
 
 
 def test_the_base_model_below_adapters_computes_in_8_bits(model):
@@ -246,15 +246,15 @@ def test_the_base_model_below_adapters_computes_in_8_bits(model):
 
 def test_filtered_and_odd_layers_stay(model, models, caplog):
     caplog.set_level("INFO", logger="areal.engine")
-    found = converted(cases.make_engine(model, fp8=Float8Config(filter_fqns=["layers.0.", "o_proj"])))
-    assert found == {
+    result = converted(cases.make_engine(model, fp8=Float8Config(filter_fqns=["layers.0.", "o_proj"])))
+    assert result == {
         f"model.layers.1.{name}"
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
                      "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     }  # fmt: skip
     assert "fp8: 6 of 14 linear layers compute in 8 bits (rowwise, emulated on the CPU), 8 are in filter" in caplog.text
-    found = converted(cases.make_engine(models / "llama", fp8=ROWWISE))  # 24 columns of the MLP, 8 of keys and values
-    assert found == {f"model.layers.{n}.self_attn.{name}" for n in range(2) for name in ("q_proj", "o_proj")}
+    result = converted(cases.make_engine(models / "llama", fp8=ROWWISE))  # 24 columns of the MLP, 8 of keys and values
+    assert result == {f"model.layers.{n}.self_attn.{name}" for n in range(2) for name in ("q_proj", "o_proj")}
     assert (
         "4 of 14 linear layers compute in 8 bits (rowwise, emulated on the CPU), 0 are in filter_fqns, 10 have sizes"
         in caplog.text
@@ -262,8 +262,8 @@ def test_filtered_and_odd_layers_stay(model, models, caplog):
 
 
 def test_routers_and_experts_stay(model):
-    found = converted(cases.make_engine(model.parent / "qwen3_moe", fp8=ROWWISE))
-    assert {name.rpartition(".")[2] for name in found} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    result = converted(cases.make_engine(model.parent / "qwen3_moe", fp8=ROWWISE))
+    assert {name.rpartition(".")[2] for name in result} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_a_model_without_such_layers_is_refused_before_the_start(model, options,
 
 def test_a_dry_run_says_the_line_of_the_trainer(model, monkeypatch):
     # tests/models/test_packed_families.py starts the process of this check
-    monkeypatch.setattr(preflight, "_answer_about", lambda config, *given: json.dumps(build.refused_models(config)))
+    monkeypatch.setattr(preflight, "_answer_about", lambda config, *inputs: json.dumps(build.refused_models(config)))
     words = [f"model.path={model}", "allocation_mode=fsdp:d1", "model.fp8.filter_fqns=[mlpp]"]
     config = load_experiment(["--config", str(ROOT / "examples" / "quickstart" / "sft.yaml"), *words])
     ((line, code),) = preflight.refused_models(config)
@@ -324,9 +324,9 @@ def test_weights_exports_and_checkpoints_are_those_without_fp8(model, tmp_path):
     low, plain = cases.make_engine(model, fp8=TENSORWISE), cases.make_engine(model)
     assert low.weight_specs() == plain.weight_specs()
     low.save(tmp_path / "export", with_optimizer=False)
-    stored, found = load_file(model / "model.safetensors"), load_file(tmp_path / "export" / "model.safetensors")
-    assert {name: value.dtype for name, value in found.items()} == dict.fromkeys(stored, torch.float32)
-    assert all(torch.equal(found[name], value) for name, value in stored.items())
+    stored, result = load_file(model / "model.safetensors"), load_file(tmp_path / "export" / "model.safetensors")
+    assert {name: value.dtype for name, value in result.items()} == dict.fromkeys(stored, torch.float32)
+    assert all(torch.equal(result[name], value) for name, value in stored.items())
     assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
     cases.train(low, batch)
     low.save(tmp_path / "state", with_optimizer=True)
@@ -361,7 +361,7 @@ VARIANTS = {
 def two_ranks(mesh, folder: Path) -> dict[str, object]:
     """What each of two ranks does with its part of the rows."""
     batch = cases.make_batch()
-    own = take(batch, balanced_parts(batch.sequence_lengths, 2)[mesh.dp_rank])
+    ours = take(batch, balanced_parts(batch.sequence_lengths, 2)[mesh.dp_rank])
     sent: list[int] = []
     gather = DefaultAllGather.__call__
 
@@ -374,10 +374,10 @@ def two_ranks(mesh, folder: Path) -> dict[str, object]:
     for name, options in VARIANTS.items():
         engine = cases.make_engine(folder / "model", mesh, **options)
         sent.clear()
-        found = engine.forward(own)
+        result = engine.forward(ours)
         facts[name] = sum(sent)
-        output = found.values if name == "critic" else found.logprobs
-        cases.train(engine, own, steps=2, loss_fn=cases.value_loss if name == "critic" else cases.policy_loss)
+        output = result.values if name == "critic" else result.logprobs
+        cases.train(engine, ours, steps=2, loss_fn=cases.value_loss if name == "critic" else cases.policy_loss)
         weights = cases.weights_of(engine)
         save_file(weights | {"output": output}, folder / f"{name}-{mesh.rank}")
         if name in ("adam", "tensorwise_bf16"):
@@ -386,10 +386,10 @@ def two_ranks(mesh, folder: Path) -> dict[str, object]:
             other.load(folder / f"state-{name}")
             assert all(torch.equal(value, weights[key]) for key, value in other.named_weights())
             for each in (engine, other):
-                cases.train(each, own)
-            assert torch.equal(logprobs(engine, own), logprobs(other, own))
+                cases.train(each, ours)
+            assert torch.equal(logprobs(engine, ours), logprobs(other, ours))
             engine.load_weights(iter(weights.items()))
-            save_file({"output": logprobs(engine, own)}, folder / f"loaded-{name}-{mesh.rank}")
+            save_file({"output": logprobs(engine, ours)}, folder / f"loaded-{name}-{mesh.rank}")
             assert all(type(value) is Tensor for _, value in engine.named_weights())
         if name == "checkpointed":
             weight = engine._model.model.get_submodule("model.layers.0.mlp.up_proj").weight
@@ -414,26 +414,26 @@ def test_two_ranks_compute_what_one_does_with_the_parts_as_micro_batches(model, 
     loss = cases.value_loss if name == "critic" else cases.policy_loss
     tolerance = 2e-2 if "bf16" in name else 2e-6
     for rank, part in enumerate(parts):
-        found = engine.forward(part)
+        actual = engine.forward(part)
         expected = load_file(folder / f"{name}-{rank}")["output"]
         torch.testing.assert_close(
-            found.values if name == "critic" else found.logprobs, expected, rtol=0, atol=tolerance
+            actual.values if name == "critic" else actual.logprobs, expected, rtol=0, atol=tolerance
         )
     for _ in range(2):
         for part in parts:
             engine.forward_backward(part, loss, denominator=float(batch.loss_mask.sum()))
         engine.optimizer_step()
     for rank in range(2):
-        found = load_file(folder / f"{name}-{rank}")
+        actual = load_file(folder / f"{name}-{rank}")
         for key, value in cases.weights_of(engine).items():
-            torch.testing.assert_close(found[key], value, rtol=0, atol=tolerance, msg=key)
+            torch.testing.assert_close(actual[key], value, rtol=0, atol=tolerance, msg=key)
 
 
 def test_weights_travel_in_8_bits(model, folder):
     facts, values = json.loads((folder / "facts").read_text()), 0
-    for name, one in cases.make_engine(model)._model.model.named_modules():
-        if isinstance(one, nn.Linear) and "lm_head" not in name:
-            values += one.weight.numel() // 2  # of a rank
+    for name, item in cases.make_engine(model)._model.model.named_modules():
+        if isinstance(item, nn.Linear) and "lm_head" not in name:
+            values += item.weight.numel() // 2  # of a rank
     assert facts["rowwise"] - facts["tensorwise"] == 3 * values
     assert facts["rowwise"] == facts["offloaded"]
     assert facts["rowwise_bf16"] - facts["tensorwise_bf16"] == values
@@ -454,15 +454,15 @@ def test_loaded_weights_have_new_scales(model, folder, name):
 
 def on_tensor_ranks(mesh, folder: Path) -> list[float]:
     """Gaps of log-probabilities to those of one rank: with FP8 on both, and without on the other; converted layers."""
-    path, batch, found = folder / "wide", cases.make_batch(), list[float]()
+    path, batch, result = folder / "wide", cases.make_batch(), list[float]()
     for recipe in (ROWWISE, TENSORWISE):
         engine = cases.make_engine(path, mesh, fp8=recipe)
         ranks, alone = logprobs(engine, batch), logprobs(cases.make_engine(path, fp8=recipe), batch)
         plain = logprobs(cases.make_engine(path), batch)
-        found += [(ranks - alone).abs().mean().item(), (ranks - plain).abs().mean().item(), len(converted(engine))]
+        result += [(ranks - alone).abs().mean().item(), (ranks - plain).abs().mean().item(), len(converted(engine))]
         cases.train(engine, batch)
         assert logprobs(engine, batch).isfinite().all()
-    return found
+    return result
 
 
 def test_tensor_ranks_scale_their_own_columns(model, tmp_path):

@@ -28,16 +28,16 @@ def one_by_one(path: Path, batch, temperature: float = 1.0):
     for start, end in pairwise(bounds):
         ids = batch.input_ids[start:end]
         distribution = F.log_softmax(model(ids[None], use_cache=False).logits[0].float() / temperature, -1)
-        own = distribution[:-1].gather(-1, ids[1:, None]).squeeze(-1)
-        logprobs.append(F.pad(own, (0, 1)))
+        ours = distribution[:-1].gather(-1, ids[1:, None]).squeeze(-1)
+        logprobs.append(F.pad(ours, (0, 1)))
         entropies.append(F.pad(-(distribution.exp() * distribution).sum(-1)[:-1], (0, 1)))
     return torch.cat(logprobs), torch.cat(entropies), model
 
 
-def assert_same(found, expected, tolerance=1e-6):
-    assert found.keys() == expected.keys()
+def assert_same(result, expected, tolerance=1e-6):
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance, msg=name)
+        torch.testing.assert_close(result[name], value, rtol=0, atol=tolerance, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,10 @@ def test_packed_equals_one_by_one(cases, models, model, temperature):
 
     terms = (batch.advantages * logprobs.mul(0.3).exp())[batch.loss_mask]
     (terms.sum() / batch.loss_mask.sum()).backward()
-    form, found = StoredForm(reference), cases.gradients(engine, batch)
+    form, actual = StoredForm(reference), cases.gradients(engine, batch)
     expected = dict(pair for name, value in reference.named_parameters() for pair in form.views(name, value.grad))
-    assert_same({name: found.pop(name) for name in expected}, expected, 2e-6)
-    assert not any(change.any() for change in found.values())  # buffers
+    assert_same({name: actual.pop(name) for name in expected}, expected, 2e-6)
+    assert not any(change.any() for change in actual.values())  # buffers
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_gradient_checkpointing_changes_nothing(cases, models):
     batch = cases.make_batch()
     plain = cases.gradients(cases.make_engine(models / "qwen3"), batch)
     engine = cases.make_engine(models / "qwen3", gradient_checkpointing=True)
-    found = cases.gradients(engine, batch)
-    assert all(torch.equal(found[name], value) for name, value in plain.items())
+    result = cases.gradients(engine, batch)
+    assert all(torch.equal(result[name], value) for name, value in plain.items())
 
 
 def test_fsdp_on_one_rank_equals_the_plain_model(cases, models):
@@ -261,8 +261,8 @@ def test_gradients_are_clipped_to_the_global_norm(cases, models):
     engine = cases.make_engine(models / "qwen3", optimizer=clip)
     before = cases.weights_of(engine)
     assert cases.train(engine, batch)["grad_norm"].value == pytest.approx(norm, rel=1e-5)
-    found = {name: before[name] - value for name, value in cases.weights_of(engine).items()}
-    assert_same(found, {name: value / 4 for name, value in free.items()})
+    result = {name: before[name] - value for name, value in cases.weights_of(engine).items()}
+    assert_same(result, {name: value / 4 for name, value in free.items()})
 
 
 def test_adamw_equals_that_of_torch(cases, models):
@@ -332,8 +332,8 @@ def test_wrap_policy_is_checked(cases, models):
             cases.make_engine(models / "qwen3", fsdp=fsdp)
     fsdp = FSDPEngineConfig(wrap_policy=FSDPWrapPolicy(transformer_layer_cls_to_wrap=["Qwen3MLP"]), offload_params=True)
     batch = cases.make_batch()
-    found = cases.gradients(cases.make_engine(models / "qwen3", fsdp=fsdp), batch)
-    assert_same(found, cases.gradients(cases.make_engine(models / "qwen3"), batch), 1e-7)
+    result = cases.gradients(cases.make_engine(models / "qwen3", fsdp=fsdp), batch)
+    assert_same(result, cases.gradients(cases.make_engine(models / "qwen3"), batch), 1e-7)
 
 
 @pytest.mark.parametrize("bad", [-1, 23, 99999])

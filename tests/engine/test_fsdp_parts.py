@@ -94,9 +94,9 @@ def test_packed_attention_equals_masked_attention(monkeypatch, long, lengths, kv
     expected = F.scaled_dot_product_attention(*exact, mask, scale=0.3, enable_gqa=True).transpose(1, 2)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-6)
     weights = torch.randn_like(out)
-    found = torch.autograd.grad((out * weights).sum(), (query, key, value))
+    actual = torch.autograd.grad((out * weights).sum(), (query, key, value))
     wanted = torch.autograd.grad((expected * weights.double()).sum(), exact)
-    for mine, theirs in zip(found, wanted, strict=True):
+    for mine, theirs in zip(actual, wanted, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=2e-6)
 
 
@@ -133,8 +133,8 @@ def test_the_kernel_is_called_as_torch_wants_it(monkeypatch, knows_groups):
     query, key, value = (torch.randn(1, heads, 7, 8) for heads in (4, 2, 2))
     layout = packed_layout(torch.tensor([0, 3, 7], dtype=torch.int32), [3, 4])
     expected, _ = _sdpa_per_sequence(nn.Identity(), query, key, value, None, layout=layout, scaling=0.3)
-    found, _ = _varlen(nn.Identity(), query, key, value, None, layout=layout, scaling=0.3)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    actual, _ = _varlen(nn.Identity(), query, key, value, None, layout=layout, scaling=0.3)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
 def test_the_installed_kernel_takes_our_arguments():
@@ -142,8 +142,8 @@ def test_the_installed_kernel_takes_our_arguments():
     query, key, value = (torch.empty(1, heads, 7, 8, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2))
     layout = packed_layout(torch.empty(3, device="meta", dtype=torch.int32), [3, 4])
     for window in (None, 4):
-        found, _ = _varlen(nn.Identity(), query, key, value, None, layout=layout, scaling=0.3, sliding_window=window)
-        assert found.shape == (1, 7, 4, 8)
+        result, _ = _varlen(nn.Identity(), query, key, value, None, layout=layout, scaling=0.3, sliding_window=window)
+        assert result.shape == (1, 7, 4, 8)
 
 
 def test_caps_and_sinks_are_not_left_to_the_kernel(monkeypatch):
@@ -151,11 +151,11 @@ def test_caps_and_sinks_are_not_left_to_the_kernel(monkeypatch):
     query, key, value = (torch.randn(1, heads, 6, 4) for heads in (4, 2, 2))
     layout = packed_layout(torch.tensor([0, 4, 6], dtype=torch.int32), [4, 2])
     for rules in ({"softcap": 0.5}, {"s_aux": torch.randn(4)}):
-        found, expected = (
+        actual, expected = (
             attention(nn.Identity(), query, key, value, None, layout=layout, scaling=0.3, sliding_window=3, **rules)[0]
             for attention in (_varlen, _sdpa_per_sequence)
         )
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
 
 
 def test_attention_refuses_what_would_be_wrong():
@@ -241,9 +241,9 @@ def test_weights_survive_the_files_they_are_cut_into(tmp_path):
         folder.mkdir()
         write_weights(folder, weights.items(), max_file_bytes=limit)
         assert len(list(folder.glob("*.safetensors"))) == files
-        found = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-        assert found.keys() == weights.keys()
-        assert all(torch.equal(found[name], value) for name, value in weights.items())
+        result = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+        assert result.keys() == weights.keys()
+        assert all(torch.equal(result[name], value) for name, value in weights.items())
     index = json.loads((tmp_path / "1" / "model.safetensors.index.json").read_text())
     assert index["weight_map"]["layer.4.weight"] == "model-00005-of-00005.safetensors"
 
@@ -259,11 +259,11 @@ def test_tensors_are_written_with_the_checksum_of_what_was_in_memory(tmp_path):
     }
     checksum = write_tensors(tmp_path / "x.safetensors", tensors)
     assert checksum == zlib.crc32((tmp_path / "x.safetensors").read_bytes())
-    found = load_file(tmp_path / "x.safetensors")
-    assert found.keys() == tensors.keys()
+    result = load_file(tmp_path / "x.safetensors")
+    assert result.keys() == tensors.keys()
     for name, value in tensors.items():
-        assert found[name].dtype == value.dtype
-        assert torch.equal(found[name], value)
+        assert result[name].dtype == value.dtype
+        assert torch.equal(result[name], value)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["whole", "sharded"])
@@ -343,15 +343,15 @@ def test_the_gradients_of_short_sequences_in_bfloat16_are_computed_in_float32_on
     layout = packed_layout(torch.tensor([0, *lengths]).cumsum(0).int(), lengths)
     torch.manual_seed(0)
     values = torch.randn(3, 1, 2, sum(lengths), 4).bfloat16()
-    found, expected = [], []
-    for dtype, gradients in ((torch.bfloat16, found), (torch.float32, expected)):
+    actual, expected = [], []
+    for dtype, gradients in ((torch.bfloat16, actual), (torch.float32, expected)):
         states = [each.to(dtype).requires_grad_() for each in values]
         out, _ = _sdpa_per_sequence(nn.Identity(), *states, None, layout=layout, scaling=0.5)
         assert out.dtype == dtype
         out.float().square()[:, SHORT_ON_CPU:].sum().backward()
         gradients += [each.grad[:, :, SHORT_ON_CPU:] for each in states]
     assert seen == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32, torch.float32]
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
@@ -362,10 +362,10 @@ def test_weights_that_stay_gathered_during_a_step_are_new_after_it(cases, models
     batch = cases.make_batch()
     for _ in range(2):
         cases.train(engine, batch)
-        found = engine.forward(batch).logprobs
+        result = engine.forward(batch).logprobs
         fresh = cases.make_engine(models / "qwen2", **options)
         fresh.load_weights([(name, value.clone()) for name, value in engine.named_weights(stored=True)])
-        assert torch.equal(fresh.forward(batch).logprobs, found)
+        assert torch.equal(fresh.forward(batch).logprobs, result)
 
 
 def test_checkpoints_that_are_broken_are_refused(cases, models, tmp_path, monkeypatch):

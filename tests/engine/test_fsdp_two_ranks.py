@@ -32,10 +32,10 @@ def facts(folder) -> list[dict]:
     return [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in range(2)]
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name].float(), value.float(), rtol=0, atol=tolerance, msg=name)
+        torch.testing.assert_close(result[name].float(), value.float(), rtol=0, atol=tolerance, msg=name)
 
 
 @pytest.mark.parametrize(("model", "variant"), engine_cases.ON_TWO_RANKS)
@@ -53,8 +53,8 @@ def test_one_rank_equals_two(cases, folder, facts, model, variant):
         assert_same(load_file(folder / f"weights-{model}-{variant}-{rank}"), cases.weights_of(engine), tolerance)
         positions = [t for i in part for t in range(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))]
         for name, expected in (("forward", before), ("after", after)):
-            found = load_file(folder / f"{name}-{model}-{variant}-{rank}")["logprobs"]
-            torch.testing.assert_close(found, expected[positions], rtol=0, atol=3 * tolerance)
+            actual = load_file(folder / f"{name}-{model}-{variant}-{rank}")["logprobs"]
+            torch.testing.assert_close(actual, expected[positions], rtol=0, atol=3 * tolerance)
 
 
 def test_a_rank_without_sequences_takes_part(cases, folder):
@@ -75,11 +75,11 @@ def test_every_output_is_the_same_on_two_ranks(cases, folder, model, name):
     for rank, part in enumerate(parts):
         assert_same(load_file(folder / f"rich-weights-{model}-{name}-{rank}"), cases.weights_of(engine), 2e-6)
         positions = [t for i in part for t in range(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))]
-        found = load_file(folder / f"rich-forward-{model}-{name}-{rank}")
+        actual = load_file(folder / f"rich-forward-{model}-{name}-{rank}")
         for key in cases.RICH_NAMES:
             expected = getattr(outputs, key)[positions]
-            assert found[key].dtype == expected.dtype
-            torch.testing.assert_close(found[key], expected, rtol=0, atol=5e-6, msg=key)
+            assert actual[key].dtype == expected.dtype
+            torch.testing.assert_close(actual[key], expected, rtol=0, atol=5e-6, msg=key)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -87,9 +87,9 @@ def test_critic_on_two_ranks(cases, folder, dtype):
     engine = cases.make_engine(folder / "models" / "qwen3", role="critic", dtype=dtype)
     cases.train(engine, cases.make_batch(), loss_fn=cases.value_loss)
     for rank in range(2):
-        found = load_file(folder / f"critic-{dtype}-{rank}")
-        assert found["score.weight"].dtype == torch.float32
-        assert_same(found, cases.weights_of(engine), 1e-6 if dtype == "float32" else 0.1)
+        result = load_file(folder / f"critic-{dtype}-{rank}")
+        assert result["score.weight"].dtype == torch.float32
+        assert_same(result, cases.weights_of(engine), 1e-6 if dtype == "float32" else 0.1)
 
 
 @pytest.mark.parametrize("kind", ["", "-lora"])
@@ -120,9 +120,9 @@ def test_export_of_two_ranks_is_a_checkpoint(folder):
 
 def test_the_recovery_checkpoint_of_two_ranks_exports_whole_weights(cases, folder, tmp_path):
     """As `areal export --recover` does it, in one process."""
-    one = cases.make_engine(folder / "models" / "qwen2", optimizer=None)
-    one.load(folder / "recover")
-    one.save(tmp_path / "whole", with_optimizer=False)
+    subject = cases.make_engine(folder / "models" / "qwen2", optimizer=None)
+    subject.load(folder / "recover")
+    subject.save(tmp_path / "whole", with_optimizer=False)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").state_dict()
     saved = load_file(folder / "saved-0")
     assert all(torch.equal(exported[name], value) for name, value in saved.items())

@@ -39,13 +39,13 @@ def of_engine(mesh: TrainerMesh | None, path: Path, **options) -> list[tuple[flo
     engine = cases.make_engine(path, mesh, mb_spec=SMALL, **options)
     batch = cases.make_batch()
     batch = take(batch, balanced_parts(batch.sequence_lengths, engine.dp_size)[engine.dp_rank])
-    found: list[tuple[float, float]] = []
+    result: list[tuple[float, float]] = []
     parameters, step = list(engine._model.model.parameters()), engine.optimizer_step
 
     def recorded():
         exact = exact_norm(parameters)
         metrics = step()
-        found.append((metrics["grad_norm"].value, exact))
+        result.append((metrics["grad_norm"].value, exact))
         return metrics
 
     engine.optimizer_step = recorded
@@ -54,10 +54,10 @@ def of_engine(mesh: TrainerMesh | None, path: Path, **options) -> list[tuple[flo
     engine.optimizer_step()
     actor = PPOActor(engine, PPOActorConfig(path="", ppo_n_minibatches=2))
     metrics = actor.update(actor.with_prox_logprobs(batch))
-    logged = [norm for norm, _ in found[1:]]
+    logged = [norm for norm, _ in result[1:]]
     assert len(logged) == 2
     assert metrics["actor/grad_norm"].value == pytest.approx(sum(logged) / 2)
-    return found
+    return result
 
 
 def of_both_kinds(mesh: TrainerMesh) -> tuple[float, float]:
@@ -91,8 +91,8 @@ def of_both_kinds(mesh: TrainerMesh) -> tuple[float, float]:
 
 def on_ranks(mesh: TrainerMesh, folder: Path) -> list[list[float]]:
     path = folder / "qwen2"
-    found = [of_both_kinds(mesh), *of_engine(mesh, path), *of_engine(mesh, path, lora=cases.LORA)]
-    return [list(pair) for pair in found]
+    result = [of_both_kinds(mesh), *of_engine(mesh, path), *of_engine(mesh, path, lora=cases.LORA)]
+    return [list(pair) for pair in result]
 
 
 def assert_equal(pairs) -> None:

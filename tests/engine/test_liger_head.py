@@ -42,9 +42,9 @@ def test_liger_gives_the_same_and_no_entropy(cases, models, model):
     outputs, expected = engine.forward(batch), other.forward(batch)
     torch.testing.assert_close(outputs.logprobs, expected.logprobs, rtol=0, atol=2e-6)
     assert outputs.entropy is None
-    found = cases.gradients(engine, batch)
+    actual = cases.gradients(engine, batch)
     for name, value in cases.gradients(other, batch).items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-6, msg=name)
 
 
 def set_version(monkeypatch, version):

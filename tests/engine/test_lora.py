@@ -48,11 +48,11 @@ def adapter_of(engine, folder: Path) -> dict[str, torch.Tensor]:
 
 def loss_of(model, batch) -> torch.Tensor:
     """`engine_cases.policy_loss` of the mean, by a Hugging Face model, each sequence alone."""
-    found = []
+    result = []
     for ids in batch.input_ids.split(batch.sequence_lengths):
         logprobs = F.log_softmax(model(ids[None], use_cache=False).logits[0].float(), -1)
-        found.append(F.pad(logprobs[:-1].gather(-1, ids[1:, None]).squeeze(-1), (0, 1)))
-    terms = (batch.advantages * torch.cat(found).mul(0.3).exp())[batch.loss_mask]
+        result.append(F.pad(logprobs[:-1].gather(-1, ids[1:, None]).squeeze(-1), (0, 1)))
+    terms = (batch.advantages * torch.cat(result).mul(0.3).exp())[batch.loss_mask]
     return terms.sum() / batch.loss_mask.sum()
 
 
@@ -72,15 +72,15 @@ def test_loss_and_gradients_are_those_of_peft(cases, models, tmp_path, kind):
     after = adapter_of(engine, tmp_path / "after")
     assert metrics["loss"].total / metrics["loss"].count == pytest.approx(expected.item(), abs=1e-6)
     gradients = {
-        name.replace(".default", "").replace(".modules_to_save", ""): one.grad
-        for name, one in other.named_parameters()
-        if one.requires_grad
+        name.replace(".default", "").replace(".modules_to_save", ""): each.grad
+        for name, each in other.named_parameters()
+        if each.requires_grad
     }
     assert gradients.keys() == before.keys()
     for name, gradient in gradients.items():
-        found = before[name] - after[name]
-        own = found.narrow(1 if ".lora_B" in name else 0, 0, gradient.shape[1 if ".lora_B" in name else 0])
-        torch.testing.assert_close(own, gradient, rtol=0, atol=1e-6, msg=name)
+        actual = before[name] - after[name]
+        ours = actual.narrow(1 if ".lora_B" in name else 0, 0, gradient.shape[1 if ".lora_B" in name else 0])
+        torch.testing.assert_close(ours, gradient, rtol=0, atol=1e-6, msg=name)
         assert gradient.abs().max() > 1e-4, name
 
 
@@ -96,12 +96,12 @@ def test_peft_and_transformers_compute_what_the_engine_computes(cases, models, t
     engine.save(tmp_path / "merged", with_optimizer=False)
     loaded = PeftModel.from_pretrained(base_model(models / "qwen3"), tmp_path / "adapter")
     for model in (loaded, AutoModelForCausalLM.from_pretrained(tmp_path / "merged")):
-        found = []
+        result = []
         with torch.no_grad():
             for ids in batch.input_ids.split(batch.sequence_lengths):
                 distribution = F.log_softmax(model(ids[None], use_cache=False).logits[0].float(), -1)
-                found.append(F.pad(distribution[:-1].gather(-1, ids[1:, None]).squeeze(-1), (0, 1)))
-        torch.testing.assert_close(torch.cat(found), logprobs, rtol=0, atol=2e-6)
+                result.append(F.pad(distribution[:-1].gather(-1, ids[1:, None]).squeeze(-1), (0, 1)))
+        torch.testing.assert_close(torch.cat(result), logprobs, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["names", "saved", "pissa"])
@@ -138,11 +138,11 @@ def test_default_and_gaussian_start_at_the_base_model_with_the_spread_of_peft(ca
         engine = cases.make_engine(models / "qwen3", lora=options)
         assert torch.equal(engine.forward(batch).logprobs, base)
         other = get_peft_model(base_model(models / "qwen3"), peft_config(replace(options, target_modules=NAMES), name))
-        own = [value for key, value in adapter_of(engine, tmp_path / init).items() if ".lora_A" in key]
+        ours = [value for key, value in adapter_of(engine, tmp_path / init).items() if ".lora_A" in key]
         theirs = [value for key, value in other.named_parameters() if ".lora_A" in key]
-        spreads[init] = [torch.cat([one.flatten() for one in every]).std().item() for every in (own, theirs)]
-    for own, theirs in spreads.values():
-        assert own == pytest.approx(theirs, rel=0.15)
+        spreads[init] = [torch.cat([each.flatten() for each in every]).std().item() for every in (ours, theirs)]
+    for ours, theirs in spreads.values():
+        assert ours == pytest.approx(theirs, rel=0.15)
 
 
 def test_only_adapters_are_in_optimiser_and_checkpoint(cases, models, tmp_path):
@@ -261,8 +261,8 @@ def test_a_linear_router_gets_an_adapter_only_by_name(monkeypatch):
     model["experts"].gate_up_proj = torch.nn.Parameter(torch.zeros(3, 8, 4))
     model.get_output_embeddings, model.get_decoder = lambda: None, torch.nn.Module
     model.config = PretrainedConfig()
-    found = [list(_targets(model, LoRAConfig(target_modules=names))) for names in ("all-linear", ["gate", "q_proj"])]
-    assert found == [["q_proj"], ["q_proj", "gate"]]
+    result = [list(_targets(model, LoRAConfig(target_modules=names))) for names in ("all-linear", ["gate", "q_proj"])]
+    assert result == [["q_proj"], ["q_proj", "gate"]]
 
 
 def test_a_model_without_lora_has_no_adapter_to_save(cases, models, tmp_path):
@@ -277,6 +277,6 @@ def test_the_adapter_of_a_tied_head_is_loaded_again(cases, models, tmp_path):
     cases.train(first, cases.make_batch())
     first.lora.write(tmp_path, first.lora.named_weights())
     again = cases.make_engine(models / "qwen2", lora=replace(lora, path=str(tmp_path)))
-    expected, found = (dict(engine.lora.named_weights()) for engine in (first, again))
+    expected, actual = (dict(engine.lora.named_weights()) for engine in (first, again))
     assert any("lm_head" in name for name in expected)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())

@@ -79,9 +79,9 @@ def test_each_version_is_a_folder_that_peft_loads(cases, models, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(models / "qwen3", attn_implementation="eager")
     loaded = PeftModel.from_pretrained(base, paths[2])
     ids = batch.input_ids[: batch.sequence_lengths[0]]
-    found = torch.log_softmax(loaded(ids[None]).logits[0], -1)[:-1].gather(-1, ids[1:, None]).squeeze(-1)
+    actual = torch.log_softmax(loaded(ids[None]).logits[0], -1)[:-1].gather(-1, ids[1:, None]).squeeze(-1)
     expected = engine.forward(batch).logprobs[: len(ids) - 1]
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)
 
 
 def test_the_reference_is_the_policy_without_its_adapters(cases, models):
@@ -90,8 +90,8 @@ def test_the_reference_is_the_policy_without_its_adapters(cases, models):
     engine = cases.make_engine(models / "qwen3", lora=LORA, optimizer=cases.ADAM)
     before = engine.forward(batch).logprobs
     cases.train(engine, batch, steps=2)
-    found = Reference(engine, config.actor, is_base=True).with_ref_logprobs(batch)
-    assert torch.equal(found.ref_logprobs, before)
+    result = Reference(engine, config.actor, is_base=True).with_ref_logprobs(batch)
+    assert torch.equal(result.ref_logprobs, before)
     assert not torch.equal(engine.forward(batch).logprobs, before)
 
 
@@ -192,21 +192,21 @@ def test_servers_that_cannot_have_adapters_alone_are_refused(models, servers, ac
     config = ppo_config(models / "qwen3", servers, adapter_update_mode="adapter", **actor)
     with pytest.raises(ConfigError) as caught:
         check_config(config)
-    assert "actor.adapter_update_mode" in [found.path for found in caught.value.problems]
+    assert "actor.adapter_update_mode" in [problem.path for problem in caught.value.problems]
 
 
 def test_differences_are_refused_with_adapters(models):
     with pytest.raises(ConfigError, match="delta is for whole weights") as caught:
         check_config(ppo_config(models / "qwen3", weight_update_mode="delta"))
-    assert [found.path for found in caught.value.problems] == ["actor.weight_update_mode"]
+    assert [problem.path for problem in caught.value.problems] == ["actor.weight_update_mode"]
     check_config(ppo_config(models / "qwen3", weight_update_mode="delta", lora=None))
 
 
 @pytest.mark.parametrize("target", ["q_proj", "w_qkv", "lm_head"])
 def test_targets_are_checked_before_anything_starts(models, target):
     config = ppo_config(models / "qwen3", lora=replace(LORA, target_modules=[target]))
-    found = [problem for problem in missing_inputs(config, None) if problem.startswith("actor.lora")]
-    assert [target in problem and "q_proj" in problem for problem in found] == ([] if target == "q_proj" else [True])
+    result = [problem for problem in missing_inputs(config, None) if problem.startswith("actor.lora")]
+    assert [target in problem and "q_proj" in problem for problem in result] == ([] if target == "q_proj" else [True])
 
 
 def test_an_adapter_is_checked_before_anything_starts(cases, models, tmp_path):
@@ -214,8 +214,8 @@ def test_an_adapter_is_checked_before_anything_starts(cases, models, tmp_path):
     lora = replace(LORA, path=str(tmp_path / "own"))
     wrong = {"qwen3": [], "llama": ["actor.lora.path"], "qwen2": ["actor.lora.path"]}
     for model, expected in wrong.items():
-        found = missing_inputs(ppo_config(models / model, lora=lora), None)
-        assert [problem.partition(":")[0] for problem in found if problem.startswith("actor.lora")] == expected
+        actual = missing_inputs(ppo_config(models / model, lora=lora), None)
+        assert [problem.partition(":")[0] for problem in actual if problem.startswith("actor.lora")] == expected
 
 
 def test_the_memory_plan_counts_the_parameters_of_the_adapters(cases, models):
@@ -228,6 +228,6 @@ def test_the_memory_plan_counts_the_parameters_of_the_adapters(cases, models):
         value.numel() for value in every.lora.adapters.trained().values()
     )
     config = TrainEngineConfig(path="x", dtype="bfloat16", optimizer=OptimizerConfig(), lora=LORA)
-    found = rank_memory([(config, shape)], dims=ParallelDims(), tokens=64, on_gpu=False)
-    assert (found.gradients, found.optimizer) == (4 * count, 8 * count)
-    assert found.weights == 2 * shape.parameters + 4 * count
+    result = rank_memory([(config, shape)], dims=ParallelDims(), tokens=64, on_gpu=False)
+    assert (result.gradients, result.optimizer) == (4 * count, 8 * count)
+    assert result.weights == 2 * shape.parameters + 4 * count

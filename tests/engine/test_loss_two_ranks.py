@@ -91,9 +91,9 @@ def test_two_ranks_with_micro_batches_learn_what_one_process_learns(cases, folde
     for rank in range(2):
         facts = json.loads((folder / f"facts-{rank}.json").read_text())
         for share in SHARES:
-            found = load_file(folder / f"{aggregation}-{share}-{rank}")
+            actual = load_file(folder / f"{aggregation}-{share}-{rank}")
             for name, value in expected.items():
-                torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=f"{share}: {name}")
+                torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-6, msg=f"{share}: {name}")
             assert facts[f"{aggregation}-{share}"] == pytest.approx(metrics, abs=1e-5)
 
 

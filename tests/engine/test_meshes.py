@@ -120,20 +120,20 @@ def write_expected(folder: Path, cases: list[str], num_layers: int = 2) -> None:
         expected = mesh_cases.make_engine(folder / "models", reference_of(case))
         outputs = mesh_cases.outputs_of(expected, case)
         steps = mesh_cases.steps_of(expected, case)
-        found = {"outputs": outputs, "weights": mesh_cases.cases.weights_of(expected)}
+        actual = {"outputs": outputs, "weights": mesh_cases.cases.weights_of(expected)}
         if case.endswith(mesh_cases.BF16):
-            found["gradient"] = gradient_of_one_process(folder, case)
+            actual["gradient"] = gradient_of_one_process(folder, case)
             exact = mesh_cases.make_engine(folder / "models", case, dtype="float32")
-            found["exact"] = {"outputs": mesh_cases.outputs_of(exact, case)}
+            actual["exact"] = {"outputs": mesh_cases.outputs_of(exact, case)}
             mesh_cases.steps_of(exact, case)
-            found["exact"] |= {"weights": mesh_cases.cases.weights_of(exact)}
-            found["exact"] |= {"gradient": gradient_of_one_process(folder, case, dtype="float32")}
+            actual["exact"] |= {"weights": mesh_cases.cases.weights_of(exact)}
+            actual["exact"] |= {"gradient": gradient_of_one_process(folder, case, dtype="float32")}
         if case.endswith(mesh_cases.SAVED):
             expected.save(folder / f"one-{case}", with_optimizer=True)
             mesh_cases.save_file(mesh_cases.exact_of(expected), folder / f"one-weights-{case}")
             mesh_cases.steps_of(expected, case, batches=mesh_cases.all_batches()[:1])
             mesh_cases.save_file(mesh_cases.cases.weights_of(expected), folder / f"one-after-{case}")
-        torch.save({"steps": steps, **found}, folder / f"expected-{case}")
+        torch.save({"steps": steps, **actual}, folder / f"expected-{case}")
 
 
 def gradient_of_one_process(folder: Path, case: str, **changes) -> dict[str, torch.Tensor]:
@@ -147,29 +147,29 @@ def reference_of(case: str) -> str:
     return f"{model}-{option if option in CHANGING else 'plain'}"
 
 
-def largest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    return max((found[name].double() - value.double()).abs().max().item() for name, value in expected.items())
+def largest(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert result.keys() == expected.keys()
+    return max((result[name].double() - value.double()).abs().max().item() for name, value in expected.items())
 
 
 def differences(folder: Path, case: str, facts: list[dict]) -> dict[str, float]:
     """The largest differences from one process over all ranks: per token for losses, relative for norms."""
     expected = torch.load(folder / f"expected-{case}")
     batch = mesh_cases.all_batches()[0]
-    found = dict.fromkeys(("outputs", "loss", "grad_norm", "weights"), 0.0)
+    actual = dict.fromkeys(("outputs", "loss", "grad_norm", "weights"), 0.0)
     for rank, fact in enumerate(fact[case] for fact in facts):
         for ours, theirs, lengths in zip(fact["steps"], expected["steps"], mesh_cases.STEPS, strict=True):
-            found["loss"] = max(found["loss"], abs(ours[0] - theirs[0]) / (sum(lengths) - len(lengths)))
-            found["grad_norm"] = max(found["grad_norm"], abs(ours[1] / theirs[1] - 1))
-        found["weights"] = max(
-            found["weights"], largest(load_file(folder / f"weights-{case}-{rank}"), expected["weights"])
+            actual["loss"] = max(actual["loss"], abs(ours[0] - theirs[0]) / (sum(lengths) - len(lengths)))
+            actual["grad_norm"] = max(actual["grad_norm"], abs(ours[1] / theirs[1] - 1))
+        actual["weights"] = max(
+            actual["weights"], largest(load_file(folder / f"weights-{case}-{rank}"), expected["weights"])
         )
         bounds = batch.cu_seqlens.tolist()
         mine = mesh_cases.share_indices(batch, fact["dp_size"], fact["dp_rank"])
         positions = [t for i in mine for t in range(bounds[i], bounds[i + 1])]
         outputs = {name: value[positions] for name, value in expected["outputs"].items()}
-        found["outputs"] = max(found["outputs"], largest(load_file(folder / f"outputs-{case}-{rank}"), outputs))
-    return found
+        actual["outputs"] = max(actual["outputs"], largest(load_file(folder / f"outputs-{case}-{rank}"), outputs))
+    return actual
 
 
 def error_ratios(folder: Path, case: str, facts: list[dict]) -> dict[str, float]:
@@ -180,40 +180,40 @@ def error_ratios(folder: Path, case: str, facts: list[dict]) -> dict[str, float]
     """
     expected, batch = torch.load(folder / f"expected-{case}"), mesh_cases.all_batches()[0]
     bounds = batch.cu_seqlens.tolist()
-    found: dict[str, float] = {}
+    actual: dict[str, float] = {}
     for kind in ("outputs", "gradient", "weights"):
         squares = torch.zeros(2, dtype=torch.float64)
         for rank, fact in enumerate(fact[case] for fact in facts):
-            exact, one, places = expected["exact"][kind], expected[kind], slice(None)
+            exact, first, places = expected["exact"][kind], expected[kind], slice(None)
             if kind == "outputs":
-                exact, one = ({"logprobs": each["logprobs"]} for each in (exact, one))
+                exact, first = ({"logprobs": each["logprobs"]} for each in (exact, first))
                 mine = mesh_cases.share_indices(batch, fact["dp_size"], fact["dp_rank"])
                 places = [t for i in mine for t in range(bounds[i], bounds[i + 1])]
-            own = load_file(folder / f"{kind}-{case}-{rank}")
+            ours = load_file(folder / f"{kind}-{case}-{rank}")
             for name, value in exact.items():
-                each = (own[name], one[name][places])
-                squares += torch.stack([(one - value[places]).double().square().sum() for one in each])
-        found[kind] = math.sqrt(squares[0] / squares[1])
-    return found
+                each = (ours[name], first[name][places])
+                squares += torch.stack([(item - value[places]).double().square().sum() for item in each])
+        actual[kind] = math.sqrt(squares[0] / squares[1])
+    return actual
 
 
 def check(folder: Path, case: str, facts: list[dict]) -> dict[str, float]:
-    found = differences(folder, case, facts)
+    result = differences(folder, case, facts)
     limit = 0.05 if case.endswith(ROUNDED) else 5e-6  # two roundings of a bfloat16 number differ by 0.4%
-    limited = dict(found)
+    limited = dict(result)
     if case.endswith(mesh_cases.BF16):
         ratios, _ = error_ratios(folder, case, facts), limited.pop("grad_norm")  # of steps from other weights
         # a sum over two tensor ranks is rounded twice as often: 2 ** 0.5 times the error
         assert max(ratios.values()) < 1.5, ratios
-    assert max(limited.values()) < limit, found
-    assert found["loss"] < 1e-6 or case.endswith(ROUNDED), found
+    assert max(limited.values()) < limit, result
+    assert result["loss"] < 1e-6 or case.endswith(ROUNDED), result
     assert all(fact[case].get("adapter", True) for fact in facts)
     if case.endswith(mesh_cases.SAVED):
         for rank, fact in enumerate(fact[case] for fact in facts):
             assert (fact["published"], fact["resumed"], fact["resharded"]) == (True, True, True)
             after = load_file(folder / f"resharded-{case}-{rank}")
             assert largest(after, load_file(folder / f"one-after-{case}")) < limit
-    return found
+    return result
 
 
 Differences = dict[str, dict[str, dict[str, float]]]
@@ -276,9 +276,9 @@ def facts_of(tmp_path_factory):
 @pytest.mark.parametrize(("mesh", "case"), [(mesh, case) for mesh, cases in CASES.items() for case in cases])
 def test_a_mesh_equals_one_process(facts_of, by_mesh, mesh, case):
     folder, facts = facts_of(mesh)
-    found = check(folder, case, facts)
-    assert mesh != "d1" or case.endswith("-compiled") or not any(found.values()), found
-    by_mesh[mesh][case] = found
+    result = check(folder, case, facts)
+    assert mesh != "d1" or case.endswith("-compiled") or not any(result.values()), result
+    by_mesh[mesh][case] = result
 
 
 def test_tensor_and_context_ranks_equal_one_process(tmp_path):

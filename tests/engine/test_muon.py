@@ -56,12 +56,12 @@ def test_matrices_change_as_in_torch_and_the_rest_by_adamw(kind, scaling):
 def test_the_singular_values_of_an_update_are_near_one(shape):
     """Those of a random matrix differ by a factor of ten and more; the singular vectors remain."""
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    found = orthogonal(matrices).float()
-    values = torch.linalg.svdvals(found)
+    result = orthogonal(matrices).float()
+    values = torch.linalg.svdvals(result)
     assert values.min() > 0.5
     assert values.max() < 1.3
     left, _, right = torch.linalg.svd(matrices, full_matrices=False)
-    inner = left.mT @ found @ right.mT
+    inner = left.mT @ result @ right.mT
     assert (inner - torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))).abs().max() < 0.05
 
 

@@ -24,7 +24,7 @@ def by_transformers(cases, path, batch, ids=None, temperature=1.0):
         every = F.log_softmax(model(tokens[None], use_cache=False).logits[0][:-1].float() / temperature, -1)
         stay = every.topk(cases.VOCAB - int(0.3 * cases.VOCAB), -1).values.log_softmax(-1)
         chosen = every.topk(4, -1).indices if ids is None else ids[start : end - 1]
-        found = {
+        result = {
             "logprobs": every.gather(1, tokens[1:, None])[:, 0],
             "entropy": -(every.exp() * every).sum(-1),
             "clamped_entropy": -(stay.exp() * stay).sum(-1),
@@ -32,7 +32,7 @@ def by_transformers(cases, path, batch, ids=None, temperature=1.0):
             "candidate_logprobs": every.gather(1, chosen),
             "candidate_ids": chosen,
         }
-        for name, values in found.items():
+        for name, values in result.items():
             rows[name].append(F.pad(values, (0, 0) * (values.ndim - 1) + (0, 1)))
     return TokenOutputs(**{name: torch.cat(parts) for name, parts in rows.items()}), model
 
@@ -45,22 +45,22 @@ def test_every_output_and_its_gradient_equal_transformers(cases, models, model, 
     expected, _ = by_transformers(cases, models / model, batch, temperature=0.8)
     outputs = engine.forward(batch)
     for name in cases.RICH_NAMES:
-        found, wanted = getattr(outputs, name), getattr(expected, name).detach()
-        assert found.dtype == wanted.dtype
-        torch.testing.assert_close(found, wanted, rtol=0, atol=5e-6, msg=name)
+        actual, wanted = getattr(outputs, name), getattr(expected, name).detach()
+        assert actual.dtype == wanted.dtype
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=5e-6, msg=name)
     ids = torch.randint(0, cases.VOCAB, (batch.num_tokens, 3), generator=torch.Generator().manual_seed(4))
     ids[(batch.cu_seqlens[1:] - 1).long()] = 0
     batch = batch.with_column(CANDIDATE_IDS, ids)
-    given = engine.forward(batch)
-    assert torch.equal(given.candidate_ids, ids)
+    inputs = engine.forward(batch)
+    assert torch.equal(inputs.candidate_ids, ids)
     expected, reference = by_transformers(cases, models / model, batch, ids, temperature=0.8)
-    torch.testing.assert_close(given.candidate_logprobs, expected.candidate_logprobs.detach(), rtol=0, atol=5e-6)
+    torch.testing.assert_close(inputs.candidate_logprobs, expected.candidate_logprobs.detach(), rtol=0, atol=5e-6)
 
     micro, _ = make_micro_batch(batch, cases.ALL, torch.device("cpu"))  # sorted by length
     (cases.rich_loss(expected, replace(micro, batch=batch)).loss / batch.loss_mask.sum()).backward()
-    found = cases.gradients(engine, batch, cases.rich_loss)
+    actual = cases.gradients(engine, batch, cases.rich_loss)
     for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=3e-6, msg=name)
+        torch.testing.assert_close(actual[name], parameter.grad, rtol=0, atol=3e-6, msg=name)
 
 
 def test_the_whole_vocabulary_is_in_the_order_of_ids(cases, models):
@@ -82,10 +82,10 @@ def test_the_whole_vocabulary_is_in_the_order_of_ids(cases, models):
     def same_by_entropy(outputs, micro):
         return cases.LossOutput(loss=-outputs.entropy[micro.batch.loss_mask].sum(), metrics={"loss": cases.Metric(1.0)})
 
-    found = cases.gradients(engine, batch, loss)
+    actual = cases.gradients(engine, batch, loss)
     other = cases.make_engine(models / "qwen3", outputs=OutputSpec(entropy_grad=True))
     for name, expected in cases.gradients(other, batch, same_by_entropy).items():
-        torch.testing.assert_close(found[name], expected, rtol=0, atol=2e-6, msg=name)
+        torch.testing.assert_close(actual[name], expected, rtol=0, atol=2e-6, msg=name)
 
 
 def test_outputs_that_were_not_requested_are_absent(cases, models):

@@ -37,9 +37,9 @@ def check_export(engine, path: Path, mesh) -> None:
     if mesh.rank == 0:
         files = sorted(path.glob("*.safetensors"))
         assert len(files) >= mesh.world_size
-        found = {name: value for file in files for name, value in load_file(file).items()}
-        assert mesh_cases.is_equal(found, expected)
-        if "score.weight" not in found:
+        actual = {name: value for file in files for name, value in load_file(file).items()}
+        assert mesh_cases.is_equal(actual, expected)
+        if "score.weight" not in actual:
             loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
             assert all(torch.equal(loaded[name], value) for name, value in expected.items() if name in loaded)
 

@@ -32,8 +32,8 @@ def descend(kind, steps: int, seed: int = 0) -> tuple[torch.Tensor, torch.optim.
 @BITS
 def test_it_ends_where_adamw_ends(bits):
     exact, _ = descend(torch.optim.AdamW, 400)
-    found, optimizer = descend(partial(RoundedAdam, bits=bits), 400)
-    assert (found - exact).abs().mean() < 0.02
+    result, optimizer = descend(partial(RoundedAdam, bits=bits), 400)
+    assert (result - exact).abs().mean() < 0.02
     state = next(iter(optimizer.state.values()))
     assert {state[name].dtype for name in MOMENTS} == {torch.bfloat16 if bits == 16 else torch.uint8}
 
@@ -51,8 +51,8 @@ def test_the_second_moment_follows_gradients_that_become_smaller(bits):
     exact = 1 - 0.999**10
     for _ in range(200):
         exact = exact * 0.999 + 0.001 * 0.01
-    found = moments(optimizer.state[weight])["exp_avg_sq"].mean(0) / sizes.square()
-    assert (found / exact - 1).abs().max() < 0.03
+    result = moments(optimizer.state[weight])["exp_avg_sq"].mean(0) / sizes.square()
+    assert (result / exact - 1).abs().max() < 0.03
 
 
 @BITS
@@ -152,11 +152,11 @@ class TestWeightsWithoutMasters:
 
     def test_they_go_where_rounding_to_nearest_leaves_them(self):
         assert self.walk(torch.optim.AdamW).eq(1).all()
-        found = self.walk(partial(RoundedAdam, bits=16))
+        actual = self.walk(partial(RoundedAdam, bits=16))
         expected = 1 - 400 * 2**-8 / 64
-        error = 2**-8 * (400 / 64) ** 0.5 / len(found.flatten()) ** 0.5  # of a mean of independent roundings
-        assert found.float().mean().item() == pytest.approx(expected, abs=4 * error)
-        assert torch.equal(found, self.walk(partial(RoundedAdam, bits=16)))  # a replay, or another rank with a copy
+        error = 2**-8 * (400 / 64) ** 0.5 / len(actual.flatten()) ** 0.5  # of a mean of independent roundings
+        assert actual.float().mean().item() == pytest.approx(expected, abs=4 * error)
+        assert torch.equal(actual, self.walk(partial(RoundedAdam, bits=16)))  # a replay, or another rank with a copy
 
     def test_decay_moves_them_too(self):
         weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
@@ -178,8 +178,8 @@ class TestWeightsWithoutMasters:
         again = engine_cases.make_engine(tmp_path / "qwen2", **options, seed=5)
         again.load(tmp_path / "saved")
         engine_cases.train(again, batch, steps=2)
-        found, expected = engine_cases.weights_of(again), engine_cases.weights_of(engine)
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        actual, expected = engine_cases.weights_of(again), engine_cases.weights_of(engine)
+        assert all(torch.equal(actual[name], value) for name, value in expected.items())
         exact = engine_cases.make_engine(tmp_path / "qwen2", **options | {"optimizer": OptimizerConfig(lr=1e-4)})
         assert {weight.dtype for weight in exact._model.model.parameters()} == {torch.float32}
 
@@ -194,11 +194,11 @@ def on_two_ranks(mesh, folder) -> list[float]:
 
 def test_two_ranks_have_one_policy_of_rounded_weights(tmp_path):
     engine_cases.write_models(tmp_path)
-    one, other = run_ranks(on_two_ranks, tmp_path)
-    assert one == other
+    first, other = run_ranks(on_two_ranks, tmp_path)
+    assert first == other
     alone = engine_cases.make_engine(
         tmp_path / "qwen2", dtype="bfloat16", optimizer=OptimizerConfig(type="adam_bf16_weights", lr=1e-3)
     )
     before = torch.cat([value.flatten() for value in engine_cases.weights_of(alone).values()]).float()
-    moved = torch.tensor(one) - before
+    moved = torch.tensor(first) - before
     assert moved.abs().mean().item() == pytest.approx(2e-3, rel=0.3)  # two steps of Adam

@@ -27,7 +27,7 @@ def gates_of(model):
 
 def choices_of(model, batch) -> torch.Tensor:
     """What the routers of a transformers model choose: [T, layers, k] int16, -1 for layers without experts."""
-    found = torch.full((batch.num_tokens, LAYERS, 2), -1, dtype=torch.int16)
+    result = torch.full((batch.num_tokens, LAYERS, 2), -1, dtype=torch.int16)
     chosen: dict[int, list[torch.Tensor]] = {layer: [] for layer in gates_of(model)}
     hooks = [
         gate.register_forward_hook(lambda _, __, out, layer=layer: chosen[layer].append(out[2]))
@@ -39,8 +39,8 @@ def choices_of(model, batch) -> torch.Tensor:
     for hook in hooks:
         hook.remove()
     for layer, parts in chosen.items():
-        found[:, layer] = torch.cat(parts)
-    return found
+        result[:, layer] = torch.cat(parts)
+    return result
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "olmoe"])
@@ -80,8 +80,8 @@ def test_recorded_choices_are_replayed(cases, models, tmp_path, model, is_checkp
         paths.append(tmp_path / str(number))
     batch = cases.make_batch()
     first, second = (AutoModelForCausalLM.from_pretrained(path) for path in paths)
-    recorded, own = choices_of(first, batch), choices_of(second, batch)
-    assert not torch.equal(recorded.sort(-1).values, own.sort(-1).values)
+    recorded, ours = choices_of(first, batch), choices_of(second, batch)
+    assert not torch.equal(recorded.sort(-1).values, ours.sort(-1).values)
     expected = cases.make_engine(paths[0]).forward(batch).logprobs
     replayed = batch.with_column(ROUTED_EXPERTS, recorded)
     options = {"gradient_checkpointing": is_checkpointed}

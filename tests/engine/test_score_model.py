@@ -32,9 +32,9 @@ def test_the_score_at_the_last_token_is_the_one_of_transformers(cases, models, t
     outputs = engine.forward(batch)
     assert (outputs.values, outputs.logprobs, outputs.entropy) == (None, None, None)
     engine.save(tmp_path / "export", with_optimizer=False)
-    found = outputs.scores[batch.cu_seqlens[1:].long() - 1]
-    torch.testing.assert_close(found, theirs(tmp_path / "export", batch), rtol=0, atol=1e-5)
-    assert found.unique().numel() == len(LENGTHS)
+    result = outputs.scores[batch.cu_seqlens[1:].long() - 1]
+    torch.testing.assert_close(result, theirs(tmp_path / "export", batch), rtol=0, atol=1e-5)
+    assert result.unique().numel() == len(LENGTHS)
 
 
 def test_every_prefix_of_a_text_has_its_score(cases, models, tmp_path):

@@ -51,9 +51,9 @@ def on_ranks(mesh: TrainerMesh, folder: Path) -> dict[str, int]:
         engine = build_fsdp_engine(config, role="actor", total_steps=1, mesh=mesh, seed=3)
         kind = f"{name}-{'scratch' if from_scratch else 'read'}"
         added[kind] = _status_bytes("VmHWM") - before
-        own = {key: local_part(value).clone() for key, value in engine._model.named_tensors()}
-        save_file(own, folder / f"{kind}-{mesh.rank}")
-        del engine, own
+        ours = {key: local_part(value).clone() for key, value in engine._model.named_tensors()}
+        save_file(ours, folder / f"{kind}-{mesh.rank}")
+        del engine, ours
     return added
 
 
@@ -69,10 +69,10 @@ def tensors_of(engine) -> dict[str, torch.Tensor]:
 def test_a_sharded_model_has_the_bits_of_a_whole_one(cases, models, model, role, options):
     whole = cases.make_engine(models / model, role=role, seed=5, **options)
     sharded = cases.make_engine(models / model, role=role, seed=5, dtype="bfloat16", **options)
-    expected, found = tensors_of(whole), tensors_of(sharded)
-    assert found.keys() == expected.keys()
+    expected, actual = tensors_of(whole), tensors_of(sharded)
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(actual[name], value), name
 
 
 def test_buffers_that_no_checkpoint_has_are_computed():
@@ -115,8 +115,8 @@ def test_four_ranks_need_the_memory_of_their_own_rows(tmp_path):
     added = run_ranks(on_ranks, tmp_path, ParallelDims(dp=RANKS))
     share = total / RANKS
     for rank in range(RANKS):
-        for name, own in load_file(tmp_path / f"large-read-{rank}").items():
-            assert torch.equal(own, torch.chunk(stored[name], RANKS)[rank]), name
-    for found in added:
-        assert found["large-read"] < 1.5 * share
-        assert found["large-scratch"] < 1.5 * share
+        for name, ours in load_file(tmp_path / f"large-read-{rank}").items():
+            assert torch.equal(ours, torch.chunk(stored[name], RANKS)[rank]), name
+    for item in added:
+        assert item["large-read"] < 1.5 * share
+        assert item["large-scratch"] < 1.5 * share

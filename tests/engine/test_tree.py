@@ -89,12 +89,12 @@ def exact_engine(path):
 def flat_gradient(engine, batch, loss=engine_cases.rich_loss) -> torch.Tensor:
     engine._model.zero_grad()
     engine.forward_backward(batch, loss, denominator=1.0)
-    found = [weight.grad for weight in engine._model.parameters() if weight.grad is not None]
-    return torch.cat([(grad.full_tensor() if isinstance(grad, DTensor) else grad).flatten() for grad in found])
+    result = [weight.grad for weight in engine._model.parameters() if weight.grad is not None]
+    return torch.cat([(grad.full_tensor() if isinstance(grad, DTensor) else grad).flatten() for grad in result])
 
 
-def assert_near(found: torch.Tensor, expected: torch.Tensor, relative: float) -> None:
-    assert float((found - expected).norm()) <= relative * float(expected.norm())
+def assert_near(result: torch.Tensor, expected: torch.Tensor, relative: float) -> None:
+    assert float((result - expected).norm()) <= relative * float(expected.norm())
 
 
 @settings(max_examples=500, derandomize=True, phases=[Phase.generate])  # rounding is not the same for each example
@@ -106,9 +106,9 @@ def test_trees_give_the_outputs_and_gradients_of_separate_rows(models, rows):
 def assert_same(plain, tree, batch, *, gradients: float) -> None:
     """Relative differences in float32. Rows of gated delta nets, which compute in chunks, are themselves up to 1.3e-6
     from the gradients in float64."""
-    expected, found = plain.forward(batch), tree.forward(batch)
-    assert_near(found.logprobs, expected.logprobs, 1e-6)
-    assert_near(found.entropy, expected.entropy, 1e-6)
+    expected, actual = plain.forward(batch), tree.forward(batch)
+    assert_near(actual.logprobs, expected.logprobs, 1e-6)
+    assert_near(actual.entropy, expected.entropy, 1e-6)
     # of one sign: where the gradients of rows cancel out, what remains is the rounding of both sides
     batch = replace(batch, advantages=batch.advantages.abs()).with_column(CANDIDATE_IDS, expected.candidate_ids)
     first, second = (flat_gradient(engine, batch, engine_cases.policy_loss) for engine in (plain, tree))
@@ -203,9 +203,9 @@ def batch_with_images(folder):
     ids = [
         [token for part in row for token in (mark if part in of_part else []) + texts[part]] for row in ROWS_WITH_IMAGES
     ]
-    own = [[of_part[part] for part in row if part in of_part] for row in ROWS_WITH_IMAGES]
-    rows = [expanded(row, found, layout) for row, found in zip(ids, own, strict=True)]
-    batch = rows_to_train_batch(rows, [[0] * (len(row) - 4) + [1] * 4 for row in rows], own)
+    ours = [[of_part[part] for part in row if part in of_part] for row in ROWS_WITH_IMAGES]
+    rows = [expanded(row, item, layout) for row, item in zip(ids, ours, strict=True)]
+    batch = rows_to_train_batch(rows, [[0] * (len(row) - 4) + [1] * 4 for row in rows], ours)
     weights = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0))
     return layout, replace(batch, advantages=weights)
 
@@ -258,16 +258,16 @@ def test_models_and_options_compute_fewer_tokens_to_the_same_end(models, monkeyp
         return micro, inputs
 
     monkeypatch.setattr("areal.engine.fsdp.make_micro_batch", counted)
-    batch, found, sizes = grouped_batch(untrained=9), [], []
+    batch, actual, sizes = grouped_batch(untrained=9), [], []
     for kind in ("off", "tree"):
         engine = engine_cases.make_engine(models / model, outputs=engine_cases.RICH, shared_prefixes=kind, **options)
         computed.clear()
         outputs = engine.forward(batch)
         sizes.append(sum(computed))
         batch_with_ids = batch.with_column(CANDIDATE_IDS, outputs.candidate_ids)
-        found.append((outputs, engine_cases.gradients(engine, batch_with_ids, loss_fn=engine_cases.rich_loss)))
+        actual.append((outputs, engine_cases.gradients(engine, batch_with_ids, loss_fn=engine_cases.rich_loss)))
     assert sizes[1] < sizes[0] == batch.num_tokens
-    (plain, expected), (shared_outputs, gradients) = found
+    (plain, expected), (shared_outputs, gradients) = actual
     for name in engine_cases.RICH_NAMES:
         torch.testing.assert_close(getattr(shared_outputs, name), getattr(plain, name), rtol=0, atol=3e-6, msg=name)
     for name, value in expected.items():
@@ -277,21 +277,23 @@ def test_models_and_options_compute_fewer_tokens_to_the_same_end(models, monkeyp
 @pytest.mark.parametrize("name", list(UPDATES))
 def test_updates_of_the_trainer_are_those_of_separate_rows(models, name):
     role = {"ppo": "critic"}.get(name, "actor")
-    found = []
+    result = []
     for kind in ("off", "tree"):
         engine = engine_cases.make_engine(models / "qwen3", role=role, shared_prefixes=kind, seed=1)
         metrics = UPDATES[name](engine, grouped_batch())
-        found.append(engine_cases.weights_of(engine))
+        result.append(engine_cases.weights_of(engine))
     assert metrics["tree_ratio" if "tree_ratio" in metrics else f"{role}/tree_ratio"].value > 1.2
-    for key, value in found[0].items():
-        torch.testing.assert_close(found[1][key], value, **SIZES, msg=key)
+    for key, value in result[0].items():
+        torch.testing.assert_close(result[1][key], value, **SIZES, msg=key)
 
 
 def test_bfloat16_differs_by_its_rounding(models):
     batch = grouped_batch()
     exact = flat_gradient(engines(models / "qwen3")[0], with_ids(models, batch))
-    rows, tree = (flat_gradient(one, with_ids(models, batch)) for one in engines(models / "qwen3", dtype="bfloat16"))
-    error, usual = ((one.float() - exact).norm() / exact.norm() for one in (tree, rows))
+    rows, tree = (
+        flat_gradient(engine, with_ids(models, batch)) for engine in engines(models / "qwen3", dtype="bfloat16")
+    )
+    error, usual = ((item.float() - exact).norm() / exact.norm() for item in (tree, rows))
     assert error < 1.5 * usual < 0.05
 
 
@@ -309,15 +311,15 @@ def test_a_reward_model_scores_the_last_token_of_rows_with_a_shared_beginning(mo
 
 
 def test_the_load_of_experts_counts_a_token_once_for_each_row(models):
-    batch, found = grouped_batch(), []
+    batch, result = grouped_batch(), []
     for kind in ("off", "tree"):
         engine = engine_cases.make_engine(models / "qwen3_moe", shared_prefixes=kind, router_aux_loss_coef=0.5)
         metrics = engine_cases.train(engine, batch)
-        found.append((metrics, engine_cases.weights_of(engine)))
+        result.append((metrics, engine_cases.weights_of(engine)))
     for name in ("router_load_max", "router_entropy", "router_balance_loss"):
-        assert found[1][0][name].value == pytest.approx(found[0][0][name].value, rel=1e-5)
-    for name, value in found[0][1].items():
-        torch.testing.assert_close(found[1][1][name], value, **SIZES, msg=name)
+        assert result[1][0][name].value == pytest.approx(result[0][0][name].value, rel=1e-5)
+    for name, value in result[0][1].items():
+        torch.testing.assert_close(result[1][1][name], value, **SIZES, msg=name)
 
 
 def test_tokens_with_other_recorded_experts_are_others(models):
@@ -328,12 +330,12 @@ def test_tokens_with_other_recorded_experts_are_others(models):
     batch = batch.with_column(ROUTED_EXPERTS, experts)
     _, inputs = make_micro_batch(batch, [0, 1, 2], CPU, rows=rows_of(batch))
     assert inputs.input_ids.numel() == 5 + 4 + 2
-    found = []
+    result = []
     for kind in ("off", "tree"):
         engine = engine_cases.make_engine(models / "qwen3_moe", shared_prefixes=kind, router_replay=True)
-        found.append(engine_cases.gradients(engine, batch))
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, **SIZES, msg=name)
+        result.append(engine_cases.gradients(engine, batch))
+    for name, value in result[0].items():
+        torch.testing.assert_close(result[1][name], value, **SIZES, msg=name)
 
 
 def test_a_token_at_another_temperature_is_another_output():
@@ -433,14 +435,14 @@ def test_what_cannot_be_a_tree_is_refused_or_left(models):
 def on_two_ranks(mesh, folder) -> dict[str, float]:
     """The trees of `LONG_ROWS` on two ranks that share no row."""
     batch = batch_of(LONG_ROWS)
-    own = take(batch, balanced_parts(batch.sequence_lengths, 2)[mesh.rank])
+    ours = take(batch, balanced_parts(batch.sequence_lengths, 2)[mesh.rank])
     options = {"mb_spec": MicroBatchSpec(max_tokens_per_mb=40), "shared_prefixes": "tree"}
     (path,) = (folder / "models").iterdir()
     engine = engine_cases.make_engine(path, mesh, **options)
-    logprobs = engine.forward(own).logprobs
-    metrics = engine_cases.train(engine, own)
+    logprobs = engine.forward(ours).logprobs
+    metrics = engine_cases.train(engine, ours)
     save_file(engine_cases.weights_of(engine) | {"logprobs": logprobs}, folder / f"tree-{mesh.rank}")
-    return {"tree_ratio": metrics["tree_ratio"].value, "as_tree": float(engine._plan(own)[1] is not None)}
+    return {"tree_ratio": metrics["tree_ratio"].value, "as_tree": float(engine._plan(ours)[1] is not None)}
 
 
 LONG_ROWS = [[*range(14), *[fork] * 3, *range(5), row] for fork in (14, 15) for row in range(16, 22)]
@@ -459,10 +461,10 @@ def test_two_ranks_learn_what_one_learns_from_separate_rows(tmp_path, family):
         facts = json.loads((tmp_path / f"facts-{rank}.json").read_text())
         assert facts["as_tree"] == 1.0
         assert facts["tree_ratio"] > 1.5
-        found = load_file(tmp_path / f"tree-{rank}")
-        assert_near(found.pop("logprobs"), torch.cat([logprobs[row] for row in part]), 1e-6)
+        result = load_file(tmp_path / f"tree-{rank}")
+        assert_near(result.pop("logprobs"), torch.cat([logprobs[row] for row in part]), 1e-6)
         for name, value in engine_cases.weights_of(engine).items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)
+            torch.testing.assert_close(result[name], value, rtol=0, atol=1e-6, msg=name)
 
 
 def every_tree_on_two_ranks(mesh, folder) -> dict[str, float]:
@@ -477,18 +479,18 @@ def every_tree_on_two_ranks(mesh, folder) -> dict[str, float]:
             batch = batch_of(rows)
             batch = replace(batch, advantages=batch.advantages.abs())  # as on one rank
             part = balanced_parts(batch.sequence_lengths, 2)[mesh.rank]
-            own = take(batch, part)
-            found, whole = tree.forward(own).logprobs, plain.forward(batch).logprobs
+            ours = take(batch, part)
+            result, whole = tree.forward(ours).logprobs, plain.forward(batch).logprobs
             if part:
                 whole = whole.split(batch.sequence_lengths)
-                logprobs = max(logprobs, difference(found, torch.cat([whole[row] for row in part])))
+                logprobs = max(logprobs, difference(result, torch.cat([whole[row] for row in part])))
             first = flat_gradient(plain, batch, engine_cases.policy_loss)
-            gradients = max(gradients, difference(flat_gradient(tree, own, engine_cases.policy_loss), first))
+            gradients = max(gradients, difference(flat_gradient(tree, ours, engine_cases.policy_loss), first))
     return {"logprobs": logprobs, "gradients": gradients}
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+def difference(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
 @pytest.mark.slow
@@ -524,7 +526,7 @@ def test_attention_is_that_of_a_mask(rows, window, is_by_branch):
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(1, heads, len(seen), 8, generator=generator, dtype=torch.float32) for heads in (4, 2, 2)]
     upstream = torch.randn(1, len(seen), 4, 8, generator=generator)
-    found = []
+    result = []
     for as_tree in (True, False):
         q, k, v = leaves = [each.clone().requires_grad_() for each in states]
         if as_tree:
@@ -534,8 +536,8 @@ def test_attention_is_that_of_a_mask(rows, window, is_by_branch):
             k, v = (each.repeat_interleave(2, dim=1) for each in (k, v))
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.4).transpose(1, 2)
         out.backward(upstream)
-        found.append([out, *(each.grad for each in leaves)])
-    for ours, exact in zip(*found, strict=True):
+        result.append([out, *(each.grad for each in leaves)])
+    for ours, exact in zip(*result, strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-5)
 
 

@@ -45,13 +45,13 @@ def test_a_packed_row_equals_its_sequences_one_by_one(folders, family):
     expected, gradients = one_by_one(folders / family)
     engine = make_engine(folders / family)
     torch.testing.assert_close(engine.forward(batch).logprobs, expected, rtol=0, atol=1e-5)
-    found = engine_cases.gradients(engine, batch)
-    stored = {part: value for name, one in gradients.items() for part, value in engine._model.form.views(name, one)}
-    assert found.keys() == stored.keys()
+    actual = engine_cases.gradients(engine, batch)
+    stored = {part: value for name, item in gradients.items() for part, value in engine._model.form.views(name, item)}
+    assert actual.keys() == stored.keys()
     for name, exact in stored.items():
-        torch.testing.assert_close(found[name], exact, rtol=0, atol=3e-5, msg=name)
-    towers = [name for name in found if set(name.split(".")) & set(FAMILIES[family].modules)]
-    assert max(float(found[name].abs().max()) for name in towers) > 1e-3
+        torch.testing.assert_close(actual[name], exact, rtol=0, atol=3e-5, msg=name)
+    towers = [name for name in actual if set(name.split(".")) & set(FAMILIES[family].modules)]
+    assert max(float(actual[name].abs().max()) for name in towers) > 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -90,8 +90,8 @@ def run_mesh(name: str, mesh: TrainerMesh, folder: Path) -> None:
         mine = take(batch, MESHES[name][1][mesh.rank])
         engine = make_engine(folder / family, mesh)
         before = engine.forward(mine).logprobs
-        found = engine_cases.gradients(engine, mine)
-        save_file(found | {"forward": before}, folder / f"{name}-{family}-{mesh.rank}")
+        result = engine_cases.gradients(engine, mine)
+        save_file(result | {"forward": before}, folder / f"{name}-{family}-{mesh.rank}")
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +118,8 @@ def test_two_ranks_equal_one(on_two_ranks, mesh, family):
     outputs = torch.split(engine.forward(batch).logprobs, batch.sequence_lengths)
     expected = engine_cases.gradients(engine, batch)
     for rank, part in enumerate(MESHES[mesh][1]):
-        found = load_file(folder / f"{mesh}-{family}-{rank}")
-        own = torch.cat([outputs[row] for row in part])
-        torch.testing.assert_close(found.pop("forward"), own, rtol=0, atol=1e-5)
+        actual = load_file(folder / f"{mesh}-{family}-{rank}")
+        ours = torch.cat([outputs[row] for row in part])
+        torch.testing.assert_close(actual.pop("forward"), ours, rtol=0, atol=1e-5)
         for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=0, atol=5e-6, msg=name)
+            torch.testing.assert_close(actual[name], gradient, rtol=0, atol=5e-6, msg=name)

@@ -62,14 +62,14 @@ def test_text_is_trained_and_the_tower_keeps_its_bits(cases, folder, tmp_path, d
     engine = cases.make_engine(folder, dtype=dtype)
     theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        for ids, found in zip(
+        for ids, actual in zip(
             torch.split(batch.input_ids, batch.sequence_lengths),
             torch.split(engine.forward(batch).logprobs, batch.sequence_lengths),
             strict=True,
         ):
             logits = theirs(input_ids=ids.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
             expected = logits.gather(1, ids[1:, None])[:, 0]
-            torch.testing.assert_close(found[:-1], expected, rtol=0, atol=1e-5 if dtype == "float32" else 0.2)
+            torch.testing.assert_close(actual[:-1], expected, rtol=0, atol=1e-5 if dtype == "float32" else 0.2)
     cases.train(engine, batch)
     engine.save(tmp_path / "export", with_optimizer=False)
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "export"))

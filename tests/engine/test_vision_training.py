@@ -36,8 +36,8 @@ def test_a_packed_row_equals_its_sequences_one_by_one(folder, options):
     expected, gradients = one_by_one(folder)
     engine = make_engine(folder, **options)
     torch.testing.assert_close(engine.forward(batch).logprobs, expected, rtol=0, atol=1e-5)
-    for name, found in engine_cases.gradients(engine, batch).items():
-        torch.testing.assert_close(found, gradients[name], rtol=0, atol=3e-5, msg=name)
+    for name, actual in engine_cases.gradients(engine, batch).items():
+        torch.testing.assert_close(actual, gradients[name], rtol=0, atol=3e-5, msg=name)
 
 
 def test_parts_are_frozen_or_have_their_own_rate(folder):
@@ -76,9 +76,9 @@ def test_excluded_modules_get_no_adapters_as_in_peft(folder, exclude):
         peft.LoraConfig(r=2, target_modules=["qkv", "q_proj", "up_proj"], exclude_modules=exclude),
     )
     adapters = Adapters(model, LoRAConfig(rank=2, target_modules=["qkv", "q_proj", "up_proj"], exclude_modules=exclude))
-    found = {name.split(".lora_A")[0] for name, _ in theirs.named_parameters() if ".lora_A" in name}
-    assert {f"base_model.model.{name}" for name in adapters.layers} == found
-    assert len(found) == 3
+    result = {name.split(".lora_A")[0] for name, _ in theirs.named_parameters() if ".lora_A" in name}
+    assert {f"base_model.model.{name}" for name in adapters.layers} == result
+    assert len(result) == 3
     with raises_code("adapter.no_target"):
         Adapters(model, LoRAConfig(rank=2, exclude_modules=["absent"]))
     with raises_code("adapter.no_target"):
@@ -121,10 +121,10 @@ def run_shares(mesh: TrainerMesh, folder: Path) -> None:
         parts = SHARES[share] or balanced_parts(batch.sequence_lengths, 2)
         engine, mine = make_engine(folder, mesh, **VARIANTS[variant]), take(batch, parts[mesh.rank])
         before = engine.forward(mine).logprobs
-        found = engine_cases.gradients(engine, mine)
+        result = engine_cases.gradients(engine, mine)
         text = take(batch, [0])  # no rank has an image
-        found |= {"forward": before, "text": engine.forward(text).logprobs}
-        save_file(found, folder / f"{share}-{variant}-{mesh.rank}")
+        result |= {"forward": before, "text": engine.forward(text).logprobs}
+        save_file(result, folder / f"{share}-{variant}-{mesh.rank}")
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +143,9 @@ def test_one_rank_equals_two_with_uneven_images(on_two_ranks, share, variant):
     after = engine.forward(take(batch, [0])).logprobs
     parts = SHARES[share] or balanced_parts(batch.sequence_lengths, 2)
     for rank, part in enumerate(parts):
-        found = load_file(on_two_ranks / f"{share}-{variant}-{rank}")
-        own = torch.cat([torch.zeros(0), *(outputs[row] for row in part)])
-        torch.testing.assert_close(found.pop("forward"), own, rtol=0, atol=1e-5)
-        torch.testing.assert_close(found.pop("text"), after, rtol=0, atol=1e-5)
+        actual = load_file(on_two_ranks / f"{share}-{variant}-{rank}")
+        ours = torch.cat([torch.zeros(0), *(outputs[row] for row in part)])
+        torch.testing.assert_close(actual.pop("forward"), ours, rtol=0, atol=1e-5)
+        torch.testing.assert_close(actual.pop("text"), after, rtol=0, atol=1e-5)
         for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=0, atol=3e-6, msg=name)
+            torch.testing.assert_close(actual[name], gradient, rtol=0, atol=3e-6, msg=name)

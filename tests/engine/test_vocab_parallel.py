@@ -9,7 +9,7 @@ from tests.rank_processes import run_ranks
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def outputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vocab")
     run_ranks(vocab_cases.on_two_ranks, folder, ParallelDims(tp=vocab_cases.NUM_RANKS))
     return [torch.load(folder / f"found-{rank}") for rank in range(vocab_cases.NUM_RANKS)]
@@ -17,11 +17,11 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", vocab_cases.SPECS)
-def test_two_parts_equal_the_whole_vocabulary(found, dtype, name):
+def test_two_parts_equal_the_whole_vocabulary(outputs, dtype, name):
     expected = vocab_cases.run(name, vocab_cases.inputs(dtype, tied=name == "whole"))
     tolerance = 1e-12 if dtype == torch.float64 else 2e-5
     for max_logits in (None, 7, 50):
-        ranks = [rank[str(dtype), name, max_logits] for rank in found]
+        ranks = [rank[str(dtype), name, max_logits] for rank in outputs]
         for key, value in expected.items():
             if key in ("grad_weight", "grad_bias"):
                 parts = torch.cat([rank[key] for rank in ranks])
@@ -42,9 +42,9 @@ def test_no_logits_are_exchanged(monkeypatch):
         parts[0].copy_(values)
 
     monkeypatch.setattr("torch.distributed.all_gather", all_gather)
-    given, vocabulary = vocab_cases.inputs(torch.float64), 4000
-    given["weight"] = given["weight"].repeat(vocabulary // vocab_cases.V + 1, 1)[:vocabulary]
+    passed, vocabulary = vocab_cases.inputs(torch.float64), 4000
+    passed["weight"] = passed["weight"].repeat(vocabulary // vocab_cases.V + 1, 1)[:vocabulary]
     monkeypatch.setattr(vocab_cases, "V", vocabulary * 2)  # the part of rank 0 of two is the whole weight
-    given["bias"] = given["weight"][:, 0].clone()
-    vocab_cases.run("top", given, ranks)
+    passed["bias"] = passed["weight"][:, 0].clone()
+    vocab_cases.run("top", passed, ranks)
     assert max(sent) <= 5 * vocab_cases.T  # scalars, candidates or the gradient of the hidden states

@@ -45,14 +45,14 @@ def folder(tmp_path):
 
 def test_the_parts_are_joined(folder):
     reader = RecoveryReader(folder, SHAPES)
-    found = {name: torch.full_like(value, -1.0) for name, value in WHOLE.items()}
+    result = {name: torch.full_like(value, -1.0) for name, value in WHOLE.items()}
     kinds = reader.kinds("uneven")
-    assert {kind: (tuple(one.size), one.properties.dtype) for kind, one in kinds.items()} == {
+    assert {kind: (tuple(item.size), item.properties.dtype) for kind, item in kinds.items()} == {
         "exp_avg": ((5, 3), torch.float64),
         "step": ((), torch.float32),
     }
-    reader.fill(found)
-    assert all(torch.equal(found[name], value) for name, value in WHOLE.items())
+    reader.fill(result)
+    assert all(torch.equal(result[name], value) for name, value in WHOLE.items())
     assert reader.num_steps == 1
 
 
@@ -81,9 +81,9 @@ def test_torch_alone_reads_the_folder(tmp_path):
     for rank in range(2):
         piece = Piece(values[2 * rank : 2 * rank + 2], (2 * rank, 0))
         StagedPieces(pieces={"weights/a": piece}, rank=rank, world_size=2, num_steps=1).write(tmp_path)
-    found = {"weights/a": torch.zeros(4, 2)}
-    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
-    assert torch.equal(found["weights/a"], values)
+    result = {"weights/a": torch.zeros(4, 2)}
+    dcp.load(result, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert torch.equal(result["weights/a"], values)
 
 
 def test_staged_copies_are_independent_and_their_memory_is_used_again():

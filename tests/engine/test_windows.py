@@ -54,11 +54,11 @@ def windowed(tmp_path_factory):
 def expected(path, batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probabilities of the next tokens, and the gradients of their weighted sum, one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    found = []
+    actual = []
     for ids in torch.split(batch.input_ids, batch.sequence_lengths):
         logprobs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
-        found += [logprobs.gather(1, ids[1:, None])[:, 0], torch.zeros(1)]
-    joined = torch.cat(found)
+        actual += [logprobs.gather(1, ids[1:, None])[:, 0], torch.zeros(1)]
+    joined = torch.cat(actual)
     loss = (batch.advantages * joined)[batch.loss_mask].sum() / batch.loss_mask.sum()
     names, weights = zip(*model.named_parameters(), strict=True)
     gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
@@ -82,13 +82,13 @@ def test_outputs_and_gradients_are_those_of_transformers(cases, windowed, family
     torch.testing.assert_close(engine.forward(batch).logprobs, logprobs, rtol=0, atol=1e-5)
     sizes = batch.sequence_lengths
     for ids, alone in zip(torch.split(batch.input_ids, sizes), torch.split(logprobs, sizes), strict=True):
-        one = cases.rows_to_train_batch([ids.tolist()], [[0, *[1] * (len(ids) - 1)]])
-        torch.testing.assert_close(engine.forward(one).logprobs, alone, rtol=0, atol=1e-5)
-    found = cases.gradients(engine, batch, loss_fn=weighted(cases))
-    stored = {name: value for name, value in gradients.items() if name in found}
+        subject = cases.rows_to_train_batch([ids.tolist()], [[0, *[1] * (len(ids) - 1)]])
+        torch.testing.assert_close(engine.forward(subject).logprobs, alone, rtol=0, atol=1e-5)
+    actual = cases.gradients(engine, batch, loss_fn=weighted(cases))
+    stored = {name: value for name, value in gradients.items() if name in actual}
     assert stored or family == "mixtral"  # whose experts are stored under other names
     for name, value in stored.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-5, msg=name)
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=2e-5, msg=name)
 
 
 @pytest.mark.parametrize(

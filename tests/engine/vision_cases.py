@@ -182,15 +182,15 @@ def read_case(folder: Path) -> tuple[VisionLayout, ImageFiles, TrainBatch]:
     mark, random = written_ids(layout, tokenizer), np.random.default_rng(0)
     rows: list[list[int]] = []
     masks: list[list[int]] = []
-    own: list[list[ImageRef]] = []
+    ours: list[list[ImageRef]] = []
     used = 0
     for count in NUM_IMAGES:
-        own.append([images[(used + place) % len(images)] for place in range(count)])
+        ours.append([images[(used + place) % len(images)] for place in range(count)])
         used += count
         ids = [7, *[*mark] * count, *random.integers(8, 18, 5 + count).tolist()]
-        rows.append(expanded(ids, own[-1], layout))
+        rows.append(expanded(ids, ours[-1], layout))
         masks.append([0] * (len(rows[-1]) - 4) + [1] * 4)
-    batch = rows_to_train_batch(rows, masks, own)
+    batch = rows_to_train_batch(rows, masks, ours)
     weights = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0))
     return layout, files, replace(batch, advantages=weights)
 
@@ -238,12 +238,12 @@ def one_by_one(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         pngs = [files.read(image.sha256) for image in images]
         logits = model(input_ids=ids[None], **transformers_inputs(layout, ids[None], images, pngs)).logits[0]
         logits = logits.index_fill(1, banned, -1e30)
-        found = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        found = torch.cat([torch.where(torch.isin(ids[1:], banned), 0.0, found), torch.zeros(1)])
+        result = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        result = torch.cat([torch.where(torch.isin(ids[1:], banned), 0.0, result), torch.zeros(1)])
         assert batch.advantages is not None
-        terms = batch.advantages[start:end] * found.mul(0.3).exp()
+        terms = batch.advantages[start:end] * result.mul(0.3).exp()
         loss = loss + terms[batch.loss_mask[start:end]].sum()
-        parts.append(found.detach())
+        parts.append(result.detach())
     (loss / float(batch.loss_mask.sum())).backward()
     gradients = {
         name: torch.zeros_like(weight) if weight.grad is None else weight.grad

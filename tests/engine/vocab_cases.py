@@ -23,31 +23,31 @@ NAMES = ("logprobs", "entropy", "clamped_entropy", "squared_sums", "candidate_lo
 def inputs(dtype: torch.dtype, *, tied: bool = False) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(0)
     shapes = {"hidden": (T, H), "weight": (V, H), "bias": (V,)}
-    found = {name: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
+    result = {name: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
     if tied:  # equal logits on both ranks
-        found["weight"][3], found["bias"][3] = found["weight"][20], found["bias"][20]
-    found["labels"] = torch.randint(0, V, (T,), generator=g)
-    found["ids"] = torch.randint(0, V, (T, 4), generator=g)
-    found["valid"] = torch.arange(T) % 5 != 4
-    found["temperature"] = torch.linspace(0.4, 1.7, T, dtype=dtype)
-    return found
+        result["weight"][3], result["bias"][3] = result["weight"][20], result["bias"][20]
+    result["labels"] = torch.randint(0, V, (T,), generator=g)
+    result["ids"] = torch.randint(0, V, (T, 4), generator=g)
+    result["valid"] = torch.arange(T) % 5 != 4
+    result["temperature"] = torch.linspace(0.4, 1.7, T, dtype=dtype)
+    return result
 
 
 def run(
-    name: str, given: dict[str, torch.Tensor], ranks=None, max_logits: int | None = None
+    name: str, passed: dict[str, torch.Tensor], ranks=None, max_logits: int | None = None
 ) -> dict[str, torch.Tensor]:
     """Outputs, and the gradients of a weighted sum of them; tokens with an index below 3 have none."""
     part = slice(0, V) if ranks is None else slice(ranks.rank * V // 2, (ranks.rank + 1) * V // 2)
-    hidden = given["hidden"].clone().requires_grad_()
-    weight, bias = (given[key][part].clone().requires_grad_() for key in ("weight", "bias"))
+    hidden = passed["hidden"].clone().requires_grad_()
+    weight, bias = (passed[key][part].clone().requires_grad_() for key in ("weight", "bias"))
     outputs = head.linear_logprobs(
-        hidden, weight, bias, given["labels"], temperature=given["temperature"], outputs=SPECS[name],
-        candidate_ids=given["ids"] if name == "given" else None, valid=given["valid"], max_logits=max_logits,
+        hidden, weight, bias, passed["labels"], temperature=passed["temperature"], outputs=SPECS[name],
+        candidate_ids=passed["ids"] if name == "given" else None, valid=passed["valid"], max_logits=max_logits,
         tensor_ranks=ranks, softcap=1.5 if name == "given" else None,
     )  # fmt: skip
-    found = {key: value for key in NAMES if (value := getattr(outputs, key)) is not None}
+    result = {key: value for key in NAMES if (value := getattr(outputs, key)) is not None}
     total = torch.zeros((), dtype=torch.float64)
-    for place, value in enumerate(found.values()):
+    for place, value in enumerate(result.values()):
         if value.requires_grad:
             g = torch.Generator().manual_seed(place)
             factors = torch.randn(value.shape, generator=g, dtype=torch.float64)
@@ -55,15 +55,15 @@ def run(
             total = total + (value * factors).sum()
     total.backward()
     grads = {"grad_hidden": hidden.grad, "grad_weight": weight.grad, "grad_bias": bias.grad}
-    return {key: value.detach() for key, value in (found | grads).items() if value is not None}
+    return {key: value.detach() for key, value in (result | grads).items() if value is not None}
 
 
 def on_two_ranks(mesh: TrainerMesh, folder: Path) -> None:
-    found = {}
+    result = {}
     for dtype in (torch.float64, torch.float32):
         for name in SPECS:
             for max_logits in (None, 7, 50):
-                found[str(dtype), name, max_logits] = run(
+                result[str(dtype), name, max_logits] = run(
                     name, inputs(dtype, tied=name == "whole"), mesh.tensor, max_logits
                 )
-    torch.save(found, folder / f"found-{mesh.rank}")
+    torch.save(result, folder / f"found-{mesh.rank}")

@@ -82,13 +82,13 @@ def run_of(folder, kind, rows, args, options=()) -> Run:
 
 def workers(run):
     """Processes of the environment's worker program, and what they have started."""
-    roots = [one for one in psutil.process_iter(["cmdline"]) if "worker.py" in " ".join(one.info["cmdline"] or [])]
-    found = set()
-    for one in roots:
+    roots = [item for item in psutil.process_iter(["cmdline"]) if "worker.py" in " ".join(item.info["cmdline"] or [])]
+    result = set()
+    for root in roots:
         with contextlib.suppress(psutil.NoSuchProcess):  # a game may end at any moment
-            if one.environ().get("HOME", "").startswith(str(run.folder)):
-                found |= {one, *one.children(recursive=True)}
-    return found
+            if root.environ().get("HOME", "").startswith(str(run.folder)):
+                result |= {root, *root.children(recursive=True)}
+    return result
 
 
 def kill_worker_then_controller(run) -> None:

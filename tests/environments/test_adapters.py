@@ -46,15 +46,15 @@ async def test_a_game_gives_its_reward_unless_an_invalid_move_has_another(
     make, answers, config, rewards, invalid
 ) -> None:
     group = await arena(make).arun_episode(scripted(*answers), ROW | {"config": config})
-    assert [one.reward for one in group.trajectories] == rewards
+    assert [trajectory.reward for trajectory in group.trajectories] == rewards
     assert group.stats["reward/invalid_end"] == invalid
-    assert trained_text(group.trajectories[0]) == "".join(f"{one}<|im_end|>" for one in answers)
+    assert trained_text(group.trajectories[0]) == "".join(f"{answer}<|im_end|>" for answer in answers)
 
 
 async def test_both_players_of_self_play_are_trained_each_with_its_own_dialogue(make) -> None:
     wrong, right = str((target(ROW) + 1) % 9), str(target(ROW))
     group = await arena(make, env="Race-v0").arun_episode(scripted(wrong, right), dict(ROW))
-    assert [(one.reward, trained_text(one)) for one in group.trajectories] == [
+    assert [(trajectory.reward, trained_text(trajectory)) for trajectory in group.trajectories] == [
         (-1.0, f"{wrong}<|im_end|>"),
         (1.0, f"{right}<|im_end|>"),
     ]
@@ -62,13 +62,13 @@ async def test_both_players_of_self_play_are_trained_each_with_its_own_dialogue(
 
 async def test_a_player_without_a_turn_is_no_session(make) -> None:
     group = await arena(make, env="Race-v0").arun_episode(scripted("x"), dict(ROW))
-    assert [one.reward for one in group.trajectories] == [0.4]
+    assert [trajectory.reward for trajectory in group.trajectories] == [0.4]
     assert group.rejected == ""
 
 
 async def test_a_game_that_player_1_begins_and_ends_is_that_of_player_1(make) -> None:
     group = await arena(make, env="Late-v0").arun_episode(scripted("x"), dict(ROW))
-    assert [one.reward for one in group.trajectories] == [0.4]
+    assert [trajectory.reward for trajectory in group.trajectories] == [0.4]
     assert group.rejected == ""
 
 
@@ -77,7 +77,7 @@ async def test_a_function_plays_the_other_side(make, tmp_path) -> None:
     file.write_text(f"def play(text, rng):\n    return '{(target(ROW) + 1) % 9}'\n")
     workflow = arena(make, env="Race-v0", args={"opponent": f"{file}:play", "trained": 1})
     group = await workflow.arun_episode(scripted(str(target(ROW))), dict(ROW))
-    assert [one.reward for one in group.trajectories] == [1.0]
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.0]
     assert group.stats["reward/moves"] == 2
 
 
@@ -117,10 +117,10 @@ async def test_an_older_policy_plays_the_other_side_and_is_not_trained(make, tmp
         return await workflow.arun_episode(engine, dict(ROW))
 
     group = await played(0, 5)
-    assert [(one.reward, trained_text(one)) for one in group.trajectories] == [
+    assert [(trajectory.reward, trained_text(trajectory)) for trajectory in group.trajectories] == [
         (reward, f"{by_player[trained]}<|im_end|>")
     ]
-    assert [(await played(*one)).stats["opponent_version"] for one in ((1, 7), (2, 8), (3, 9))] == [5, 8, 8]
+    assert [(await played(*item)).stats["opponent_version"] for item in ((1, 7), (2, 8), (3, 9))] == [5, 8, 8]
 
 
 async def test_an_episode_that_runs_again_after_a_kill_has_the_opponent_of_its_first_start(tmp_path) -> None:
@@ -130,8 +130,8 @@ async def test_an_episode_that_runs_again_after_a_kill_has_the_opponent_of_its_f
             raise asyncio.CancelledError
     engine.version = 9
     for episode, expected in ((1, "policy-v000009-a"), (0, first)):
-        async with Opponents(tmp_path).of_episode(episode, engine, 4) as found:
-            assert (found, engine.held[-1]) == (expected, expected)
+        async with Opponents(tmp_path).of_episode(episode, engine, 4) as actual:
+            assert (actual, engine.held[-1]) == (expected, expected)
 
 
 def kept(folder):
@@ -169,12 +169,12 @@ async def test_after_a_kill_policies_are_deleted_of_episodes_that_do_not_run_aga
 
 async def test_a_policy_of_an_abandoned_timeline_is_not_the_opponent_of_a_new_episode(tmp_path) -> None:
     engine, opponents = Older(None, None), Opponents(tmp_path)
-    found = []
+    result = []
     for episode, (version, timeline) in enumerate([(7, "a"), (6, "b"), (7, "b")]):
         engine.version, engine.timeline = version, timeline
         async with opponents.of_episode(episode, engine, 4) as name:
-            found.append(name.removeprefix("policy-v00000"))
-    assert found == ["7-a", "6-b", "6-b"]
+            result.append(name.removeprefix("policy-v00000"))
+    assert result == ["7-a", "6-b", "6-b"]
 
 
 async def test_an_opponent_is_on_disk_before_its_episode_plays(tmp_path, monkeypatch) -> None:
@@ -243,12 +243,12 @@ def guessing(make, **options):
 )
 async def test_each_step_of_a_session_is_a_turn_with_its_reward(make, answers, reward, turns) -> None:
     group = await guessing(make).arun_episode(scripted(*answers), dict(ROW))
-    assert ([one.reward for one in group.trajectories], group.stats["num_turns"]) == ([reward], turns)
+    assert ([trajectory.reward for trajectory in group.trajectories], group.stats["num_turns"]) == ([reward], turns)
 
 
 async def test_sessions_wait_for_the_capacity_that_the_server_has(make) -> None:
     group = await guessing(make, n_samples=5).arun_episode(policy(lambda _: "5"), dict(ROW))
-    assert [one.reward for one in group.trajectories] == [1.0] * 5
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.0] * 5
 
 
 def test_more_sessions_than_the_server_takes_are_refused_before_the_start() -> None:
@@ -281,5 +281,5 @@ async def test_an_episode_whose_server_was_killed_runs_again_on_a_new_one(make) 
         return "5"
 
     group = await workflow.arun_episode(policy(kill_once), dict(ROW))
-    assert [one.reward for one in group.trajectories] == [1.0]
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.0]
     assert await workflow.worker.call("server_pid", {}, limit_s=20) != killed[0]

@@ -72,7 +72,7 @@ def test_a_run_against_older_policies_continues_after_kills_with_the_recorded_on
     samples = Samples.read(run.folder / "ledger")
     trained = [record for record in samples.records.values() if record.state == "trained"]
     assert {record.episode: record.stats["opponent_version"] for record in trained}.items() <= played.items()
-    rows = [one for record in trained for one in samples.trajectories(record)]
+    rows = [trajectory for record in trained for trajectory in samples.trajectories(record)]
     assert len(rows) == 2 * 48, "one row of each game: that of the policy"
 
 

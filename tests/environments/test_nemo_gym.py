@@ -35,7 +35,7 @@ def last_tool_message(engine) -> str:
 async def test_tools_of_one_session_change_its_state_and_the_server_verifies_it(make) -> None:
     engine = scripted(call("add", number=2), call("add", number=2), "done")
     group = await make(NemoGymWorkflow, env="counting").arun_episode(engine, dict(ROW))
-    assert [one.reward for one in group.trajectories] == [1.25]  # with the bonus of its YAML file
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.25]  # with the bonus of its YAML file
     assert (group.stats["reward/items"], group.stats["reward/cut"]) == (5.0, 0.0)
     assert json.loads(last_tool_message(engine)) == {"count": 5}
     assert trained_text(group.trajectories[0]).endswith("done<|im_end|>")
@@ -45,7 +45,7 @@ async def test_episodes_at_the_same_time_have_cookies_of_their_own(make) -> None
     workflow = make(NemoGymWorkflow, env="counting", args={"config": {"bonus": 0.0}}, n_samples=4)
     engine = ScriptedEngine(lambda prompt: "done" if "<|im_start|>tool" in prompt else call("add", number=4))
     group = await workflow.arun_episode(engine, dict(ROW))
-    assert [one.reward for one in group.trajectories] == [1.0] * 4
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ async def test_a_wrong_call_is_told_to_the_policy(make, answer, text) -> None:
     engine = scripted(answer, "done")
     group = await make(NemoGymWorkflow, env="counting").arun_episode(engine, dict(ROW))
     assert last_tool_message(engine) == text
-    assert [one.reward for one in group.trajectories] == [0.25]
+    assert [trajectory.reward for trajectory in group.trajectories] == [0.25]
 
 
 async def test_what_is_no_valid_measurement_has_no_reward(make) -> None:
@@ -77,19 +77,19 @@ async def test_a_server_that_does_not_answer_is_no_reward(make) -> None:
 async def test_a_dialogue_that_the_budget_ends_is_verified(make) -> None:
     engine = scripted(call("add", number=4), call("add", number=4))
     group = await make(NemoGymWorkflow, env="counting", agent={"max_turns": 1}).arun_episode(engine, dict(ROW))
-    assert [one.reward for one in group.trajectories] == [1.25]
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.25]
     assert len(engine.requests) == 1
 
 
 async def test_a_row_without_a_task_is_an_example_of_the_server(make) -> None:
     group = await make(NemoGymWorkflow, env="counting").arun_episode(scripted("done"), {"seed": 7, "index": 2})
-    assert [one.reward for one in group.trajectories] == [1.25]
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.25]
 
 
 async def test_steps_have_their_rewards_and_their_tool_outputs(make) -> None:
     engine = scripted(call("add", number=1), "end")
     group = await make(NemoGymWorkflow, env="stepping").arun_episode(engine, dict(ROW))
-    assert [one.reward for one in group.trajectories] == [1.5]
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.5]
     assert last_tool_message(engine) == "told"
 
 

@@ -31,7 +31,7 @@ ROW = {"env": "sums", "config": {}, "seed": 3, "index": 1}
 )
 async def test_an_answer_is_extracted_and_scored_by_the_package(make, env, answer, reward, parts) -> None:
     group = await make(ReasoningGymWorkflow).arun_episode(policy(lambda _: answer), ROW | {"env": env})
-    assert [one.reward for one in group.trajectories] == [reward]
+    assert [trajectory.reward for trajectory in group.trajectories] == [reward]
     assert {name: group.stats[f"reward/{name}"] for name in parts} == parts
     assert trained_text(group.trajectories[0]) == f"{answer}<|im_end|>"
 
@@ -46,7 +46,7 @@ async def test_an_episode_whose_worker_dies_runs_again_and_later_ones_use_a_new_
     os.kill(first, signal.SIGKILL)
     gate.set()
     group = await episode
-    assert [one.reward for one in group.trajectories] == [1.0]
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.0]
     assert workflow.worker.pid != first
 
 

@@ -14,7 +14,7 @@ ROW = {"env": "adding", "config": {}, "seed": 0, "index": 0}
 async def test_the_reward_is_weighted_by_the_package_and_has_its_parts(make, answer, reward) -> None:
     engine = policy(lambda _: answer)
     group = await make(VerifiersWorkflow).arun_episode(engine, ROW | {"config": {"system": "add"}})
-    assert [one.reward for one in group.trajectories] == [reward]
+    assert [trajectory.reward for trajectory in group.trajectories] == [reward]
     assert (group.stats["reward/right"], group.stats["reward/length"]) == (reward, 1.0)
     assert "reward/later" not in group.stats  # it was not scored
     assert trained_text(group.trajectories[0]) == f"{answer}<|im_end|>"
@@ -41,7 +41,7 @@ async def test_an_episode_whose_tool_server_has_died_runs_again_with_new_ones(ma
         await workflow.arun_episode(policy(lambda _: "4"), ROW | {"env": "of_the_old_api"})
     row = ROW | {"config": {"has_dead_tool": True, "closed": str(closed)}}
     group = await workflow.arun_episode(policy(lambda _: "4"), row)
-    assert [one.reward for one in group.trajectories] == [2.0]
+    assert [trajectory.reward for trajectory in group.trajectories] == [2.0]
     assert closed.read_text() == "closed\n"  # the environment of the dead server, not the new one
 
 
@@ -54,7 +54,7 @@ async def test_a_task_that_blocks_its_worker_ends_it(make, monkeypatch) -> None:
     group = await workflow.arun_episode(policy(lambda _: "4"), ROW | {"index": 3})
     assert group.rejected == "agent_timeout"
     group = await workflow.arun_episode(policy(lambda _: "4"), dict(ROW))
-    assert [one.reward for one in group.trajectories] == [2.0]
+    assert [trajectory.reward for trajectory in group.trajectories] == [2.0]
     assert workflow.worker.pid != first
 
 
@@ -85,4 +85,4 @@ def test_what_cannot_run_is_one_line_before_the_start(row, code, text) -> None:
 async def test_agents_with_a_client_of_their_own_are_not_the_policy(make) -> None:
     workflow = make(VerifiersWorkflow, args={"judge": {"client": {"base_url": "http://127.0.0.1:9/v1"}}})
     group = await workflow.arun_episode(policy(lambda _: "4"), ROW | {"env": "judged"})
-    assert [one.reward for one in group.trajectories] == [2.0]
+    assert [trajectory.reward for trajectory in group.trajectories] == [2.0]

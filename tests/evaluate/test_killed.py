@@ -55,7 +55,7 @@ def folder_of(fileroot):
 def test_a_killed_evaluation_continues_and_gives_the_same_files(data, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     report = json.loads(run(command(data, whole, "eval", "--json")).stdout)
-    assert [(one["set"], one["rows"], one["failed"]) for one in report["results"]] == [("held_out", 256, 0)]
+    assert [(result["set"], result["rows"], result["failed"]) for result in report["results"]] == [("held_out", 256, 0)]
     assert not [path for path in folder_of(whole).rglob("*") if path.name.startswith("checkpoints")]
 
     first = start_and_wait(command(data, killed), killed, 20)
@@ -86,5 +86,5 @@ def test_a_killed_evaluation_continues_and_gives_the_same_files(data, tmp_path):
             f"reward_fn={QUICKSTART / 'task.py'}:sorted_digits_reward",
         ]
     )
-    found = json.loads(scored.stdout)["results"][0]
-    assert found["metrics"] == report["results"][0]["metrics"]
+    actual = json.loads(scored.stdout)["results"][0]
+    assert actual["metrics"] == report["results"][0]["metrics"]

@@ -47,7 +47,7 @@ class Script(RolloutWorkflow):
         ids = [ord(letter) for letter in f"?{text}!"]
         mask = [0] + [1] * (len(ids) - 1)
         versions = [-1] + [0] * (len(ids) - 1)
-        one = Trajectory(
+        subject = Trajectory(
             token_ids=ids,
             loss_mask=mask,
             rollout_logprobs=[0.0] * len(ids),
@@ -55,7 +55,7 @@ class Script(RolloutWorkflow):
             reward=float(text in ("row 1", "row 2")),
             finished=True,
         )
-        return TrajectoryGroup(trajectories=[one], stats={"reward": one.reward, "tool_calls": 2.0})
+        return TrajectoryGroup(trajectories=[subject], stats={"reward": subject.reward, "tool_calls": 2.0})
 
 
 def evaluation(file, script, *options):
@@ -86,19 +86,21 @@ async def test_a_cut_evaluation_continues_and_ends_with_the_same_file(tmp_path):
 
 async def test_what_is_recorded_of_an_answer(tmp_path):
     await evaluation(tmp_path / "f.jsonl", Script()).run(None)
-    found = read_samples(tmp_path / "f.jsonl")[SampleKey("sampled", "a", 2, 1)]
-    assert (found.prompt, found.output, found.answer, found.source) == ("?", "row 2!", "row 2!", "even")
-    assert (found.reward, found.num_tokens, found.finished, found.metrics) == (1.0, 6.0, True, {"tool_calls": 2.0})
-    assert found.data == SETS["a"][2]
+    result = read_samples(tmp_path / "f.jsonl")[SampleKey("sampled", "a", 2, 1)]
+    assert (result.prompt, result.output, result.answer, result.source) == ("?", "row 2!", "row 2!", "even")
+    assert (result.reward, result.num_tokens, result.finished, result.metrics) == (1.0, 6.0, True, {"tool_calls": 2.0})
+    assert result.data == SETS["a"][2]
 
 
 async def test_failed_answers_are_counted_and_made_again_by_the_next_start(tmp_path):
     file = tmp_path / "f.jsonl"
     await evaluation(file, Script(fails=("row 3",))).run(None)
     samples = read_samples(file, with_failed=True).values()
-    assert sum("KeyError" in one.error for one in samples) == 3
-    by_name = {(one.mode, one.set, one.source): one for one in make_report(samples, correct_reward=1.0).results}
-    assert {name: (one.rows, one.samples, one.failed) for name, one in by_name.items()} == {
+    assert sum("KeyError" in sample.error for sample in samples) == 3
+    by_name = {
+        (result.mode, result.set, result.source): result for result in make_report(samples, correct_reward=1.0).results
+    }
+    assert {name: (item.rows, item.samples, item.failed) for name, item in by_name.items()} == {
         ("greedy", "a", ""): (5, 4, 1), ("greedy", "a", "even"): (3, 3, 0), ("greedy", "a", "odd"): (2, 1, 1),
         ("greedy", "b", ""): (1, 1, 0), ("sampled", "a", ""): (5, 8, 2), ("sampled", "a", "even"): (3, 6, 0),
         ("sampled", "a", "odd"): (2, 2, 2), ("sampled", "b", ""): (1, 2, 0),
@@ -107,7 +109,7 @@ async def test_failed_answers_are_counted_and_made_again_by_the_next_start(tmp_p
     again = evaluation(file, fixed := Script())
     await again.run(None)
     assert fixed.texts == ["row 3"] * 3
-    assert not any(one.error for one in read_samples(file, with_failed=True).values())
+    assert not any(sample.error for sample in read_samples(file, with_failed=True).values())
 
 
 async def test_an_evaluation_whose_first_answers_all_fail_ends(tmp_path):
@@ -120,7 +122,7 @@ async def test_an_evaluation_whose_first_answers_all_fail_ends(tmp_path):
 async def test_a_generation_has_no_scores(tmp_path):
     await evaluation(tmp_path / "f.jsonl", Script(), "reward_fn=none").run(None)
     assert b'"reward"' not in (tmp_path / "f.jsonl").read_bytes()
-    assert {dataclasses.asdict(one)["reward"] for one in read_samples(tmp_path / "f.jsonl").values()} == {None}
+    assert {dataclasses.asdict(sample)["reward"] for sample in read_samples(tmp_path / "f.jsonl").values()} == {None}
 
 
 class WithImage(Script):
@@ -128,15 +130,15 @@ class WithImage(Script):
 
     async def arun_episode(self, engine, data):
         group = await super().arun_episode(engine, data)
-        (one,) = group.trajectories
+        (first,) = group.trajectories
         place, four = [ord("#")] * 4, range(4)
         image = ImageRef("ab" * 32, (1, 4, 4))
         changed = dataclasses.replace(
-            one,
-            token_ids=[*place, *one.token_ids],
-            loss_mask=[0 for _ in four] + list(one.loss_mask),
-            rollout_logprobs=[0.0 for _ in four] + list(one.rollout_logprobs),
-            output_versions=[-1 for _ in four] + list(one.output_versions),
+            first,
+            token_ids=[*place, *first.token_ids],
+            loss_mask=[0 for _ in four] + list(first.loss_mask),
+            rollout_logprobs=[0.0 for _ in four] + list(first.rollout_logprobs),
+            output_versions=[-1 for _ in four] + list(first.output_versions),
             images=[image],
         )
         return dataclasses.replace(group, trajectories=[changed])
@@ -148,9 +150,9 @@ async def test_images_of_rows_are_named_in_the_file_and_not_written(tmp_path):
     writer = ImageWriter(layout, ImageFiles(tmp_path / "images"), None)
     images = PromptImages(writer, VisionConfig(image_key="pictures"), Letters())
     row = {"text": "row 1", "pictures": [Image.new("RGB", (8, 8)), {"bytes": b"png"}]}
-    one, sets = evaluation(tmp_path / "answers.jsonl", script := WithImage()), {"a": [row]}
-    one = Evaluation(one._config, one._file, sets, {"greedy": script}, Letters(), str.strip, images)
-    await one.run(None)
-    (found,) = read_samples(tmp_path / "answers.jsonl").values()
-    assert (found.data, found.images, found.prompt) == ({"text": "row 1"}, ["ab" * 32], "#?")
-    assert found.reward == 1.0
+    first, sets = evaluation(tmp_path / "answers.jsonl", script := WithImage()), {"a": [row]}
+    first = Evaluation(first._config, first._file, sets, {"greedy": script}, Letters(), str.strip, images)
+    await first.run(None)
+    (result,) = read_samples(tmp_path / "answers.jsonl").values()
+    assert (result.data, result.images, result.prompt) == ({"text": "row 1"}, ["ab" * 32], "#?")
+    assert result.reward == 1.0

@@ -29,16 +29,18 @@ def test_scores_sets_and_sources_by_hand(tmp_path, capsys):
     out = tmp_path / "scored.jsonl"
     words = ["score", str(file), "reward_fn=gsm8k", "reward.workers=1", "--json", "-o", str(out)]
     assert run_command(words) == 0
-    found = {one["source"]: one for one in json.loads(capsys.readouterr().out)["results"]}
-    means = {source: {name: value["mean"] for name, value in one["metrics"].items()} for source, one in found.items()}
+    actual = {result["source"]: result for result in json.loads(capsys.readouterr().out)["results"]}
+    means = {
+        source: {name: value["mean"] for name, value in item["metrics"].items()} for source, item in actual.items()
+    }
     by_hand = {
         "": {"mean@4": 3 / 8, "pass@1": 3 / 8, "pass@2": (5 / 6 + 1 / 2) / 2, "pass@4": 1.0, "majority@4": 1 / 2},
         "sum": {"mean@4": 1 / 2, "pass@1": 1 / 2, "pass@2": 5 / 6, "pass@4": 1.0, "majority@4": 1.0},
         "product": {"mean@4": 1 / 4, "pass@1": 1 / 4, "pass@2": 1 / 2, "pass@4": 1.0, "majority@4": 0.0},
     }
-    assert {source: pytest.approx(one) for source, one in means.items()} == by_hand
-    assert [found[""][name] for name in ("set", "rows", "samples", "failed")] == ["made_elsewhere", 2, 8, 0]
-    assert [one.answer for one in read_samples(out).values()] == ["8", "8", "9", None, "5", "5", "6", "7"]
+    assert {source: pytest.approx(item) for source, item in means.items()} == by_hand
+    assert [actual[""][name] for name in ("set", "rows", "samples", "failed")] == ["made_elsewhere", 2, 8, 0]
+    assert [sample.answer for sample in read_samples(out).values()] == ["8", "8", "9", None, "5", "5", "6", "7"]
     assert run_command(["score", str(out), "reward_fn=gsm8k", "-k", "2", "reward.workers=1"]) == 0  # its own output
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == ["given", "rows", "failed", "mean@4", "pass@2", "majority@4", "tokens", "finished"]
@@ -87,7 +89,7 @@ def test_lines_with_one_prompt_are_samples_of_one_row(tmp_path):
         {"messages": [{"role": "user", "content": "a"}], "completion": "4"},
         {"text": "5"} | {"output": "5"},
     )
-    keys = [(one.output, one.key.row, one.key.sample) for one in read_generations(file)]
+    keys = [(generation.output, generation.key.row, generation.key.sample) for generation in read_generations(file)]
     assert keys == [("1", 0, 0), ("2", 1, 0), ("3", 0, 1), ("4", 2, 0), ("5", 3, 0)]
 
 
@@ -98,10 +100,16 @@ def test_lines_whose_other_columns_differ_are_rows_unless_an_id_is_equal(tmp_pat
         {"num_tokens": 9, "output": "2", "answer": "1", "prompt": "a"},
     ]
     file = lines_file(tmp_path / "g.jsonl", *lines)
-    keys = [(one.data["answer"], one.key.row, one.key.sample) for one in read_generations(file)]
+    keys = [
+        (generation.data["answer"], generation.key.row, generation.key.sample) for generation in read_generations(file)
+    ]
     assert keys == [("1", 0, 0), ("2", 1, 0), ("1", 0, 1)]
     file = lines_file(tmp_path / "i.jsonl", *({"id": number % 2, **line} for number, line in enumerate(lines)))
-    assert [(one.key.row, one.key.sample) for one in read_generations(file)] == [(0, 0), (1, 0), (0, 1)]
+    assert [(generation.key.row, generation.key.sample) for generation in read_generations(file)] == [
+        (0, 0),
+        (1, 0),
+        (0, 1),
+    ]
 
 
 def test_a_file_with_a_cut_last_line_keeps_the_whole_ones(tmp_path):

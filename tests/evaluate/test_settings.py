@@ -67,7 +67,7 @@ def test_sets_have_names(files):
     (files / "more.jsonl").write_text('{"prompt": "a"}\n')
     data = [str(files / "held_out.jsonl"), f"other={files}/more.jsonl"]
     config = evaluation_config(requested(files, "valid_dataset.path=x", data=data), scores=True)
-    assert {name: one.path for name, one in held_out_sets(config).items()} == {
+    assert {name: item.path for name, item in held_out_sets(config).items()} == {
         "held_out": str(files / "held_out.jsonl"),
         "other": str(files / "more.jsonl"),
     }
@@ -76,7 +76,7 @@ def test_sets_have_names(files):
     assert [list(held_out_sets(config)) for config in configs] == [["held"], ["held_out"], ["mine"]]
     configured = ["valid_dataset.path=x.jsonl", "evaluator.sets.more=y.jsonl"]
     config = evaluation_config(requested(files, *configured, data=[]), scores=True)
-    assert {name: one.path for name, one in held_out_sets(config).items()} == {"x": "x.jsonl", "more": "y.jsonl"}
+    assert {name: item.path for name, item in held_out_sets(config).items()} == {"x": "x.jsonl", "more": "y.jsonl"}
 
 
 def test_a_run_gives_its_configuration_and_its_newest_export(files):
@@ -88,16 +88,18 @@ def test_a_run_gives_its_configuration_and_its_newest_export(files):
     tree["actor"]["optimizer"] = {"lr": 1e-5}
     (run / "config.yaml").write_text(json.dumps(tree))
 
-    def found(**options):
+    def chosen(**options):
         data = [str(files / "held_out.jsonl")]
         return evaluation_config(Requested(files=[], overrides=[], data=data, model=str(run), **options), scores=True)
 
-    assert (found().actor.path, found().reward_fn) == (str(run / "checkpoints/actor/step-000010"), "gsm8k")
-    assert found().valid_dataset.map_fn == "gsm8k"  # as the training set
-    assert RunPaths.of(found()).images != RunPaths(run).images  # from which the next controller of the run deletes some
-    assert found(step=2).actor.path == str(run / "checkpoints/actor/step-000002")
+    assert (chosen().actor.path, chosen().reward_fn) == (str(run / "checkpoints/actor/step-000010"), "gsm8k")
+    assert chosen().valid_dataset.map_fn == "gsm8k"  # as the training set
+    assert (
+        RunPaths.of(chosen()).images != RunPaths(run).images
+    )  # from which the next controller of the run deletes some
+    assert chosen(step=2).actor.path == str(run / "checkpoints/actor/step-000002")
     with raises_code("evaluate.no_export"):
-        found(step=3)
+        chosen(step=3)
 
 
 @pytest.mark.parametrize(

@@ -64,10 +64,10 @@ class Model(nn.Module):
                 value.data.view(torch.int16).add_(moved.to(torch.int16))
 
     def checksum(self) -> str:
-        found = WeightsChecksum()
+        result = WeightsChecksum()
         for name, value in self.named_parameters():
-            found.add(name, value)
-        return found.hexdigest()
+            result.add(name, value)
+        return result.hexdigest()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.named_parameters()

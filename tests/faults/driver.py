@@ -83,13 +83,13 @@ class Run:
             return {}
         if fresh or time.monotonic() >= self._next_scan_s:
             self._next_scan_s = time.monotonic() + _SCAN_S
-            found = {"launcher": self.launcher.pid}
+            result = {"launcher": self.launcher.pid}
             with contextlib.suppress(psutil.NoSuchProcess):
                 for child in psutil.Process(self.launcher.pid).children():
                     name = process_name(child, self.folder)
                     if name:
-                        found[name] = child.pid
-            self._pids = found
+                        result[name] = child.pid
+            self._pids = result
         return self._pids
 
     def status(self) -> dict[str, Any] | None:
@@ -104,13 +104,13 @@ class Run:
         try:
             token = (self.folder / "token").read_text()
             self._connection.request("GET", "/status", headers={"Authorization": f"Bearer {token}"})
-            found = json.loads(self._connection.getresponse().read())
+            result = json.loads(self._connection.getresponse().read())
         except (OSError, http.client.HTTPException, ValueError):
             self._connection.close()
             self._connection = None
             return None
-        self.highest_step = max(self.highest_step, found["step"])
-        return found
+        self.highest_step = max(self.highest_step, result["step"])
+        return result
 
     def connection(self, netloc: str, timeout_s: float) -> http.client.HTTPConnection:
         """To a process of the run."""

@@ -194,9 +194,9 @@ def check_rows(
     for event in events:
         if event["event"] != "accepted":
             continue
-        found, expected = prompt_of(first_prompt(folder, event["payload"])), row_of(event["id"])
-        if found != expected:
-            problems.append(f"episode {event['id']} was made from {found!r}, its row is {expected!r}")
+        actual, expected = prompt_of(first_prompt(folder, event["payload"])), row_of(event["id"])
+        if actual != expected:
+            problems.append(f"episode {event['id']} was made from {actual!r}, its row is {expected!r}")
     return problems
 
 

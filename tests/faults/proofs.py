@@ -72,10 +72,10 @@ def _is_second_use(used: dict[int, set[int]], epoch: int, row: int) -> bool:
 def _goal_problems(config: dict[str, Any], metrics: Path, facts: list[str]) -> list[str]:
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     last = [row for row in rows if "eval/greedy/reward" in row][-1]
-    found = {mode: last[f"eval/{mode}/reward"] for mode in config["evaluator"]["stop_at"]}
-    facts.append(f"evaluated after {last['step']} steps: {found}")
+    result = {mode: last[f"eval/{mode}/reward"] for mode in config["evaluator"]["stop_at"]}
+    facts.append(f"evaluated after {last['step']} steps: {result}")
     goals: dict[str, float] = config["evaluator"]["stop_at"]
-    return [f"{mode} reached {found[mode]} of {goal}" for mode, goal in goals.items() if found[mode] < goal]
+    return [f"{mode} reached {result[mode]} of {goal}" for mode, goal in goals.items() if result[mode] < goal]
 
 
 def _audit_problems(folder: Path, facts: list[str]) -> list[str]:

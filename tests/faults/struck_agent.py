@@ -104,7 +104,9 @@ class StruckAgent(AgentWorkflow):
                 runner = self._services._runner
                 assert runner is not None
                 assert runner.server is not None
-                for transport in [one.transport for one in runner.server.connections if one.transport]:
+                for transport in [
+                    connection.transport for connection in runner.server.connections if connection.transport
+                ]:
                     transport.abort()
 
 

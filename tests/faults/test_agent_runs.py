@@ -89,39 +89,39 @@ def check_turns(run: Run) -> None:
 
 def adopted_sessions(run: Run) -> list[Mapping[str, Any]]:
     """What the accepted episodes recorded of their sessions."""
-    found: list[Mapping[str, Any]] = []
+    result: list[Mapping[str, Any]] = []
     with PayloadReader(run.folder / "ledger") as payloads:
         for event in raw_events(run.folder / "ledger"):
             if event["event"] == "accepted":
-                found += recorded_sessions(record_of(read_table(payloads, event)))
-    return found
+                result += recorded_sessions(record_of(read_table(payloads, event)))
+    return result
 
 
 def check_reports(run: Run, log: Path) -> None:
     """Each session that a program from outside reported is trained once, unless a controller died after its turns."""
-    reported = {one["session"]: one["turns"] for one in map(json.loads, log.read_text().splitlines())}
-    adopted = [one["session"] for one in adopted_sessions(run)]
+    reported = {load["session"]: load["turns"] for load in map(json.loads, log.read_text().splitlines())}
+    adopted = [session["session"] for session in adopted_sessions(run)]
     assert len(adopted) == len(set(adopted)), "a session is trained on twice"
     events = [event for event in raw_events(run.folder / "ledger") if event["event"] == "accepted"]
     of_adopted = {turn for event in events for turn in event["turns"]}
-    assert all(set(reported[one]) <= of_adopted for one in adopted if one in reported)
+    assert all(set(reported[item]) <= of_adopted for item in adopted if item in reported)
     journals = sorted((run.folder / "turns").glob("*.jsonl"))
     killed = "".join(path.read_text() for path in journals[:-1])
     assert len(journals) == len(STAGES) + 1
-    assert [one for one in reported if one not in adopted and f'"{one}.' not in killed] == []
+    assert [item for item in reported if item not in adopted and f'"{item}.' not in killed] == []
 
 
 def versions_in_answers(run: Run) -> set[int]:
     """How many policy versions generated one answer, over all adopted answers."""
-    found: set[int] = set()
+    result: set[int] = set()
     with PayloadReader(run.folder / "ledger") as payloads:
         for event in raw_events(run.folder / "ledger"):
             if event["event"] == "accepted":
                 columns = read_table(payloads, event)
                 mask = np.concatenate(([0], columns.loss_mask, [0]))
                 edges = np.flatnonzero(np.diff(mask)).reshape(-1, 2).tolist()
-                found |= {len(set(columns.output_versions[low:high].tolist())) for low, high in edges}
-    return found
+                result |= {len(set(columns.output_versions[low:high].tolist())) for low, high in edges}
+    return result
 
 
 def config_of(data: Path, folder: Path, target: str) -> str:
@@ -174,13 +174,13 @@ def test_struck_at_every_stage_of_a_turn(target, data, tmp_path):
     assert run.left_behind() == []
 
     sessions = adopted_sessions(run)
-    assert {one["status"] for one in sessions} == {"ok"}
-    assert not any(one["refused"] for one in sessions), "a weight update or a strike reached the agent"
+    assert {session["status"] for session in sessions} == {"ok"}
+    assert not any(session["refused"] for session in sessions), "a weight update or a strike reached the agent"
     assert max(versions_in_answers(run)) > 1, "no weight update was made in the middle of an answer"
     if target == "connection":
-        retried = [one for one in sessions if one["retries"]]
+        retried = [session for session in sessions if session["retries"]]
         assert len(retried) >= 2
-        assert {len(one["turns"]) for one in retried} == {TURNS}, "a retry was sampled again"
+        assert {len(item["turns"]) for item in retried} == {TURNS}, "a retry was sampled again"
     starts = sum(event["event"] == "started" for event in events)
     assert starts == (len(STAGES) + 1 if target in ("controller", "online") else 1)
     if target == "online":
@@ -208,9 +208,9 @@ def replayed(run: Run, name: str, *overrides: str) -> dict[int, dict]:
 
 def regraded(run: Run, name: str) -> list:
     """The trajectories that a replay trained on."""
-    found = RegradedPayloads.read(run.folder / "replays" / name)
-    assert found is not None
-    return [row for place in found.places for row in group_of_payload(place, found._payload(place)).trajectories]
+    result = RegradedPayloads.read(run.folder / "replays" / name)
+    assert result is not None
+    return [row for place in result.places for row in group_of_payload(place, result._payload(place)).trajectories]
 
 
 def test_a_run_of_agents_is_trained_again_with_other_rewards_discounts_and_cuts(data, tmp_path):
@@ -224,8 +224,8 @@ def test_a_run_of_agents_is_trained_again_with_other_rewards_discounts_and_cuts(
     def weights(metrics: dict[int, dict]) -> dict[int, str]:
         return {step: row["weights"] for step, row in metrics.items()}
 
-    own = replayed(run, "as-recorded")
-    assert weights(own) == live
+    ours = replayed(run, "as-recorded")
+    assert weights(ours) == live
     for name, override in (
         ("same-reward", f"reward_fn={tmp_path}/grade.py:of_first_answer"),
         ("same-cut", "agent.cut=tree"),
@@ -242,11 +242,11 @@ def test_a_run_of_agents_is_trained_again_with_other_rewards_discounts_and_cuts(
     rows = regraded(run, "other-discount")
     assert any(row.reward for row in rows)
     for row in rows:
-        given = row.columns.get(TURN_REWARDS, [row.reward] * len(row.token_ids))
-        values = dict(zip(row.columns[TURN_NUMBERS], given, strict=True))
+        inputs = row.columns.get(TURN_REWARDS, [row.reward] * len(row.token_ids))
+        values = dict(zip(row.columns[TURN_NUMBERS], inputs, strict=True))
         assert (values[0], values[1]) == (0.5 * row.reward, row.reward)
 
     cut = replayed(run, "other-cut", "agent.cut=per_turn")
     assert len(regraded(run, "other-cut")) == TURNS * len(rows)
     for name in ("actor/loss", "actor/grad_norm", "batch/reward"):
-        assert cut[1][name] == pytest.approx(own[1][name], rel=1e-3, abs=1e-6), "no update depends on the cut"
+        assert cut[1][name] == pytest.approx(ours[1][name], rel=1e-3, abs=1e-6), "no update depends on the cut"

@@ -184,16 +184,16 @@ def test_a_workflow_that_shifts_tokens_and_a_reward_that_fails_or_is_constant(fo
 
     done = launch(folder, "shifted", *words, f"alarms.rules=[{few_tokens}]")
     assert done.returncode == 0, done.stderr
-    found = alarms_of(run)
-    assert [one for one in found if one in first] == first
-    of_steps = [one for one in found if one[1] != "failed_episodes"]
+    result = alarms_of(run)
+    assert [item for item in result if item in first] == first
+    of_steps = [item for item in result if item[1] != "failed_episodes"]
     assert len(set(of_steps)) == len(of_steps)
-    names = {name for _, name in found}
+    names = {name for _, name in result}
     assert {"logprob_gap", "logprob_k3", "effective_sample_size", "reward_constant"} <= names
     assert "uniform_groups" not in names
     summary = summary_of(run)
     episodes = summary["episodes"]
-    assert [(alarm["step"], alarm["name"]) for alarm in summary["alarms"]] == found
+    assert [(alarm["step"], alarm["name"]) for alarm in summary["alarms"]] == result
     assert episodes["consumed"] == 32
     assert episodes["failed"] == episodes["reasons"]["failed: workflow.reward_failed"] > 3
     last = done.stderr.strip().splitlines()[-1]

@@ -84,11 +84,13 @@ def reported(run: Run) -> dict[int, tuple[float, int]]:
 
 
 def check(run: Run) -> dict[int, tuple[float, int]]:
-    found = reported(run)
+    result = reported(run)
     known = results_of(run)
-    assert {version: reward for version, (reward, _) in found.items()} == {version: known[version] for version in found}
-    assert all(step >= version for version, (_, step) in found.items())
-    return found
+    assert {version: reward for version, (reward, _) in result.items()} == {
+        version: known[version] for version in result
+    }
+    assert all(step >= version for version, (_, step) in result.items())
+    return result
 
 
 @pytest.mark.parametrize("struck", ["server-0", "server-1", "controller", "trainer-1", "all"])
@@ -109,14 +111,14 @@ def test_a_result_arrives_once_with_its_version(start, hold, prove_all, struck):
     hold.unlink()
     run.wait_for_the_end()
     prove_all(run)
-    found = check(run)
-    assert max(found) == 14
-    assert len(found) >= 3
+    result = check(run)
+    assert max(result) == 14
+    assert len(result) >= 3
     if struck == "trainer-1":
-        assert 4 in found, "its server and the controller lived"
+        assert 4 in result, "its server and the controller lived"
     scores = json.loads((run.folder / "checkpoints" / "scores.json").read_text())
     kept = {int(path.name[5:]) for path in (run.folder / "checkpoints" / "actor").glob("step-*")}
-    known = {version: reward for version, (reward, _) in found.items()}
+    known = {version: reward for version, (reward, _) in result.items()}
     exported = {step: reward for step, reward in known.items() if step in (4, 8, 12, 14)}
     assert {int(step): value for step, value in scores.items()} == exported
     assert {14, max(exported, key=lambda step: (exported[step], step))} <= kept

@@ -132,17 +132,17 @@ def test_after_200_updates_and_30_kills_all_checksums_are_equal(
         for index, server in enumerate(processes[1:], start=1):
             if version % 13 == index and version not in struck and version < num_updates:
                 continue  # it misses this version
-            found = server.insist(rng, is_struck=victim == index, **where)
-            if "error" in found:
-                assert (kind[:4], found["error"]) == ("disk", "weights.bad_delta")
-                assert any(f"{name}-" in found["message"] for name in lost), found
+            result = server.insist(rng, is_struck=victim == index, **where)
+            if "error" in result:
+                assert (kind[:4], result["error"]) == ("disk", "weights.bad_delta")
+                assert any(f"{name}-" in result["message"] for name in lost), result
                 assert trainer.ask(version=version) is not None
-                found = server.ask(**where) or {}
-            assert found["checksum"] == model.checksum(), (version, index)
-            shares.append(found["num_copied"] / FULL_BYTES)
-            problems += bool(found["problem"])
+                result = server.ask(**where) or {}
+            assert result["checksum"] == model.checksum(), (version, index)
+            shares.append(result["num_copied"] / FULL_BYTES)
+            problems += bool(result["problem"])
             # A server that missed that version needs its difference later.
-            assert not found["problem"] or any(f"{name}-" in found["problem"] for name in lost), found
+            assert not result["problem"] or any(f"{name}-" in result["problem"] for name in lost), result
     assert sum(process.num_kills for process in processes) == num_kills
     small = sum(share < 0.1 for share in shares)
     assert small > 0.6 * len(shares)
@@ -176,17 +176,17 @@ class Broadcasts:
                 rank = 1 + update["replicas"].index(self.name(server))
                 server.send(update=update, rank=rank, kill_at=kills.get(server, 0))
             names = [self.name(server) for server in asked]
-            found = [server.answer(kill_at=kills.get(server, 0)) for server in asked]
-            for server, one in zip(asked, found, strict=True):
-                if one is None:
+            result = [server.answer(kill_at=kills.get(server, 0)) for server in asked]
+            for server, each in zip(asked, result, strict=True):
+                if each is None:
                     kills[server] = 0
-            for name, one in zip(names, found, strict=True):
-                if one is not None and "error" not in one:
-                    assert one["checksum"] == checksum
+            for name, each in zip(names, result, strict=True):
+                if each is not None and "error" not in each:
+                    assert each["checksum"] == checksum
                     self.versions[name] = version
-                elif one is not None:
-                    self.codes.append(one["error"])
-            failed = [one is None or "error" in one for one in found]
+                elif each is not None:
+                    self.codes.append(each["error"])
+            failed = [item is None or "error" in item for item in result]
             self.trainer.send(lacking=self.lacking(version), all_failed=all(failed))
         kills[self.trainer] = 0
         return self.publish(version, checksum, kills) if self.lacking(version) else 0.0

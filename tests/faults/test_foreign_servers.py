@@ -199,7 +199,7 @@ def test_remaining_processes_of_a_foreign_server_are_orphans(make_run):
     with subprocess.Popen(argv, env=os.environ | planned.env, stdout=subprocess.PIPE) as engine:
         try:
             assert engine.stdout.readline() == b"up\n"
-            assert [(one.pid, one.name) for one in find_orphans(run.paths)] == [(engine.pid, "server-0")]
+            assert [(orphan.pid, orphan.name) for orphan in find_orphans(run.paths)] == [(engine.pid, "server-0")]
             with pytest.raises(LaunchError, match=rf"server-0 \(pid {engine.pid}\).*kill -9 {engine.pid}"):
                 wait_for_orphans(run.paths, limit_s=0.1, say=print)
         finally:

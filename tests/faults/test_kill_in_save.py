@@ -43,13 +43,13 @@ def test_a_kill_at_each_stage_of_a_save_leaves_the_older_checkpoint(
     run = make_run("recover.freq_steps=2", "total_train_steps=24", *overrides)
     run.wait_for_the_end(limit_s=1500)  # seven starts
     assert run.exit_code == 0, run.log_path.read_text()[-3000:]
-    found = sorted(killed.iterdir())
-    assert [path.name.partition("-")[2] for path in found] == list(STAGES)
+    result = sorted(killed.iterdir())
+    assert [path.name.partition("-")[2] for path in result] == list(STAGES)
     prove_all(run)
     assert audit(run.folder / "ledger").is_clean
     events = raw_events(run.folder / "ledger")
     starts = [event["step"] for event in events if event["event"] == "attached" and event["step"] > 0]
-    kept = [int(path.read_text()) for path in found]
+    kept = [int(path.read_text()) for path in result]
     assert sorted(set(starts)) == sorted(set(kept)), "each start continues from the newest complete checkpoint"
     committed = [event["step"] for event in events if event["event"] == "committed"]
     assert committed[-1] == 24

@@ -36,11 +36,11 @@ def test_the_schedule_is_a_function_of_the_seed():
 
 def test_a_schedule_for_nodes_has_their_losses_and_keeps_its_chains():
     faults = make_schedule(7, 20, hang_s=6.0)
-    found = with_node_losses(faults, ("node2", "node3"))
-    losses = [i for i, fault in enumerate(found) if fault.action == "power"]
-    assert {found[i].targets for i in losses} == {("node2",), ("node3",)}
+    result = with_node_losses(faults, ("node2", "node3"))
+    losses = [i for i, fault in enumerate(result) if fault.action == "power"]
+    assert {result[i].targets for i in losses} == {("node2",), ("node3",)}
     assert len(losses) >= 3
-    assert [a for i, a in enumerate(found) if i not in losses] == [a for i, a in enumerate(faults) if i not in losses]
+    assert [a for i, a in enumerate(result) if i not in losses] == [a for i, a in enumerate(faults) if i not in losses]
     assert not any(faults[i].is_chained or (faults[i + 1 : i + 2] and faults[i + 1].is_chained) for i in losses)
 
 

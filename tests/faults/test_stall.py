@@ -14,14 +14,14 @@ LIGHT = "allocation_mode=native:d1+fsdp:d2"
 
 def wait_for_line(run: Run, pattern: str) -> re.Match[str]:
     """The launcher's line that matches."""
-    found: list[re.Match[str]] = []
+    result: list[re.Match[str]] = []
 
     def is_there() -> bool:
-        found[:] = re.finditer(pattern, run.log_path.read_text(), re.MULTILINE)
-        return bool(found)
+        result[:] = re.finditer(pattern, run.log_path.read_text(), re.MULTILINE)
+        return bool(result)
 
     assert run.wait_for(is_there, START_S), run.log_path.read_text()[-3000:]
-    return found[0]
+    return result[0]
 
 
 def stacks_of(run: Run, name: str) -> str:

@@ -148,8 +148,8 @@ class FakeNative(FakeServer):
             return event
 
         if not every[0].stream:
-            return web.json_response(await asyncio.gather(*(answer(*one) for one in enumerate(every))))
-        await asyncio.gather(*(answer(*one) for one in enumerate(every)))
+            return web.json_response(await asyncio.gather(*(answer(*item) for item in enumerate(every))))
+        await asyncio.gather(*(answer(*item) for item in enumerate(every)))
         await stream.write("[DONE]")
         return stream.response
 

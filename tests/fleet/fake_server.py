@@ -220,8 +220,8 @@ class FakeServer(ABC):
 
     def keep_adapter(self, name: str) -> None:
         """An adapter was loaded: its tokens have the version in its name."""
-        found = re.match(r"adapter-v(\d+)", name)
-        self.adapter_versions[name] = max(int(found[1]) - self.lag, 0) if found else self.version
+        result = re.match(r"adapter-v(\d+)", name)
+        self.adapter_versions[name] = max(int(result[1]) - self.lag, 0) if result else self.version
         self.lag = 0
 
     @property
@@ -310,13 +310,13 @@ def tokens(start: int, versions: list[int]) -> tuple[list[int], list[float]]:
 
 def spans(versions: list[int]) -> list[dict[str, Any]]:
     """The form in which both real servers tell versions."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for index, version in enumerate(versions):
-        if found and found[-1]["version"] == str(version):
-            found[-1]["end"] = index + 1
+        if result and result[-1]["version"] == str(version):
+            result[-1]["end"] = index + 1
         else:
-            found.append({"version": str(version), "start": index, "end": index + 1})
-    return found
+            result.append({"version": str(version), "start": index, "end": index + 1})
+    return result
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -47,10 +47,10 @@ def host_argv(paths, *words, update_s=300.0, grace_s=10.0):
 def wait_until(what, seconds=200.0):
     """Far longer than it takes, so that only a fault ends it."""
     deadline = time.monotonic() + seconds
-    while not (found := what()):
+    while not (result := what()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    return found
+    return result
 
 
 def alive(pid):
@@ -62,13 +62,13 @@ def alive(pid):
 
 def processes_of(paths):
     """Everything that lives and was started for this run, whoever started it."""
-    found = []
+    result = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             is_of_it = str(paths.root) in process.environ().get(AREAL_PROCESS, "")
             if is_of_it and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                result.append(process)
+    return result
 
 
 def pid_of(paths, name):
@@ -84,8 +84,8 @@ class Host:
     def __init__(self, paths, argv, process_group=0, **context):
         self.paths = paths
         self.registry = FileRegistry(paths.names)
-        given = a_context(role="server", index=4, num_servers=5, run_dir=str(paths.root))
-        context = replace(given, **context)
+        inputs = a_context(role="server", index=4, num_servers=5, run_dir=str(paths.root))
+        context = replace(inputs, **context)
         self._node, self._name = NodeBeats(), context.name
         self.log_path = paths.log_of(context.name)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,10 +15,10 @@ FORM = AnswerForm(stream_interval=2)
 
 
 def a_part(num_tokens: int = 6, **changes: Any) -> GenerationRequest:
-    own = {key: changes.pop(key) for key in list(changes) if key in GenerationRequest.__dataclass_fields__}
+    ours = {key: changes.pop(key) for key in list(changes) if key in GenerationRequest.__dataclass_fields__}
     gconfig = GenerationHyperparameters(max_new_tokens=num_tokens, **changes)
     part = GenerationRequest(request_id="r-001", input_ids=PROMPT, gconfig=gconfig, seed=7)
-    return dataclasses.replace(part, **own)
+    return dataclasses.replace(part, **ours)
 
 
 class Chunks(list[PartChunk]):

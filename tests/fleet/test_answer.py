@@ -110,8 +110,8 @@ def test_of_a_chunk_with_unusable_numbers_nothing_is_kept() -> None:
             answer.add(wrong)
         assert error.value.code == "server.unreadable_answer"
     answer.add(chunk(4))
-    found = answer.response()
-    assert (found.output_ids, len(found.output_logprobs), len(found.output_versions)) == ([1, 4], 2, 2)
+    result = answer.response()
+    assert (result.output_ids, len(result.output_logprobs), len(result.output_versions)) == ([1, 4], 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -411,12 +411,12 @@ def test_an_answer_whose_last_part_has_no_record_is_unknown_there() -> None:
     assert answer.response().routed_experts == rows(255, 255, 255, 255)
 
 
-@pytest.mark.parametrize("found", [None, rows(1, 1, 1), RoutedExperts(ExpertShape(1, 1, 9), bytes(4))])
-def test_a_finished_part_has_the_experts_of_all_its_tokens(found: RoutedExperts | None) -> None:
+@pytest.mark.parametrize("result", [None, rows(1, 1, 1), RoutedExperts(ExpertShape(1, 1, 9), bytes(4))])
+def test_a_finished_part_has_the_experts_of_all_its_tokens(result: RoutedExperts | None) -> None:
     answer = Answer(a_request(max_new_tokens=2), AnswerForm(stream_interval=8, experts=SHAPE))
     answer.next_part("server-0")
     with pytest.raises(ServerUnavailable) as caught:
-        answer.add(chunk(5, 6, finish="length")._replace(routed_experts=found))
+        answer.add(chunk(5, 6, finish="length")._replace(routed_experts=result))
     assert caught.value.code == "server.unreadable_answer"
     assert answer.stop_reason is None
 

@@ -144,7 +144,7 @@ async def test_the_servers_load_what_their_hosts_receive(hosts: HostedKit, machi
     assert late is not None
     assert loaded(first) == loaded(late), "the servers of a machine share one copy"
     assert not {"join", "receive"} & {*first.acts(), *late.acts()}, "the servers take no part in the broadcast"
-    assert [one["failed_deltas"] for one in fleet.status()["replicas"]] == [0, 0]
+    assert [replica["failed_deltas"] for replica in fleet.status()["replicas"]] == [0, 0]
     assert not list(machine.glob("areal-*/*/*/delta_*")), "what was received is removed"
     channel.close()
 
@@ -184,7 +184,7 @@ async def test_a_host_whose_version_before_is_damaged_or_absent_gets_whole_weigh
     await asyncio.to_thread(serve, channel, 2)
     assert_has(server, model, 2)
     assert channel.metrics()["update_weights/share_of_full"].value == 1.0
-    assert [one["failed_deltas"] for one in fleet.status()["replicas"]] == [1]
+    assert [replica["failed_deltas"] for replica in fleet.status()["replicas"]] == [1]
     channel.close()
 
 
@@ -231,7 +231,7 @@ async def test_a_server_loads_the_version_although_another_one_fails(
     refuses.fail_update = "refuse"
     channel = channel_to(fleet, model)
     update = asyncio.create_task(asyncio.to_thread(serve, channel, 1))
-    await until(lambda: [one["state"] for one in fleet.status()["replicas"]] == ["stale", "updating"])
+    await until(lambda: [replica["state"] for replica in fleet.status()["replicas"]] == ["stale", "updating"])
     before = num_answers
     await until(lambda: num_answers >= before + 5)
     goes_on.set()

@@ -42,23 +42,23 @@ def test_the_probe_depends_on_seed_and_vocabulary_only() -> None:
 
 
 def test_the_difference_ends_at_the_first_other_token() -> None:
-    one = answer(-1.0, -2.0, -3.0)
-    assert difference(one, answer(-1.0, -2.25, -3.0)) == 0.25
-    assert difference(one, answer(-1.0, -2.0, -9.0, ids=(5, 9, 9))) == 0.0  # two tokens of equal probability
-    assert difference(one, answer(-1.0, -2.5, -9.0, ids=(5, 9, 9))) == 0.5
-    assert difference(one, answer(-1.0, -2.0)) == math.inf
-    assert difference(one, answer(-1.0, math.nan, -3.0)) == math.inf
+    subject = answer(-1.0, -2.0, -3.0)
+    assert difference(subject, answer(-1.0, -2.25, -3.0)) == 0.25
+    assert difference(subject, answer(-1.0, -2.0, -9.0, ids=(5, 9, 9))) == 0.0  # two tokens of equal probability
+    assert difference(subject, answer(-1.0, -2.5, -9.0, ids=(5, 9, 9))) == 0.5
+    assert difference(subject, answer(-1.0, -2.0)) == math.inf
+    assert difference(subject, answer(-1.0, math.nan, -3.0)) == math.inf
 
 
 def test_the_tolerance_is_learned_once_and_bounded() -> None:
-    found = {}
+    result = {}
     for dtype, spread in (("float32", 0.0), ("float32", 1e-4), ("float32", 1.0), ("bfloat16", 0.0), ("bfloat16", 1.0)):
         tolerance = Tolerance(dtype)
         tolerance.learn(spread)
-        found[dtype, spread] = tolerance.nats
+        result[dtype, spread] = tolerance.nats
         tolerance.learn(1.0)
-        assert tolerance.nats == found[dtype, spread]
-    assert list(found.values()) == pytest.approx([1e-4, 4e-4, 1e-3, 1e-2, 1e-1])
+        assert tolerance.nats == result[dtype, spread]
+    assert list(result.values()) == pytest.approx([1e-4, 4e-4, 1e-3, 1e-2, 1e-1])
 
 
 def test_a_majority_is_more_than_half() -> None:
@@ -96,8 +96,8 @@ async def kit(tmp_path: Path) -> AsyncIterator[FleetKit]:
 
 
 async def fleet_of(kit: FleetKit, *shifts: tuple[float, ...], **config: Any) -> Fleet:
-    for index, one in enumerate(shifts):
-        await kit.server(index, shifts=one)
+    for index, item in enumerate(shifts):
+        await kit.server(index, shifts=item)
     return await kit.fleet(len(shifts), **config)
 
 
@@ -213,11 +213,11 @@ async def test_a_replica_that_does_not_answer_the_probe_serves(kit: FleetKit) ->
 
 def score(fleet: Fleet, version: int, *, shift: float = 0.0, dtype: str = "float32") -> ProbeScore:
     """What a trainer with the weights of the fakes (and `shift`) says of the last answer."""
-    found = fleet.probe_tokens(version)
-    assert found is not None
-    places = range(len(found.prompt_ids), len(found.prompt_ids) + len(found.answer_ids))
+    result = fleet.probe_tokens(version)
+    assert result is not None
+    places = range(len(result.prompt_ids), len(result.prompt_ids) + len(result.answer_ids))
     logprobs = [-(place + version / 100) + shift for place in places]
-    return ProbeScore(version=version, answer_ids=found.answer_ids, logprobs=logprobs, dtype=dtype)
+    return ProbeScore(version=version, answer_ids=result.answer_ids, logprobs=logprobs, dtype=dtype)
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
@@ -358,10 +358,10 @@ async def test_a_replica_with_an_old_vision_tower_differs(tower_kit: FleetKit, t
     report = await fleet.update_weights(tower_kit.disk(1))
     assert report is not None
     assert report.differing == ["server-1"]
-    found = fleet.probe_tokens(1)
-    assert found is not None
-    assert found.images == [vision.gradient()]
-    wire_ids = collapsed(found.prompt_ids, found.images, LAYOUT)
+    result = fleet.probe_tokens(1)
+    assert result is not None
+    assert result.images == [vision.gradient()]
+    wire_ids = collapsed(result.prompt_ids, result.images, LAYOUT)
     assert all(probe.input_ids == wire_ids for server in tower_kit.servers for probe in server.probes)
 
 
@@ -375,6 +375,6 @@ async def test_without_an_image_the_probe_is_text(tower_kit: FleetKit, tmp_path:
     report = await fleet.update_weights(tower_kit.disk(1))
     assert report is not None
     assert report.differing == []
-    found = fleet.probe_tokens(1)
-    assert found is not None
-    assert (len(found.prompt_ids), found.images) == (8, [])
+    result = fleet.probe_tokens(1)
+    assert result is not None
+    assert (len(result.prompt_ids), result.images) == (8, [])

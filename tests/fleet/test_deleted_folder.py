@@ -16,7 +16,7 @@ from tests.fleet.test_fleet import serving
 
 def state_of(fleet: Fleet, name: str) -> str:
     """Empty while nobody is known by this name."""
-    return next((one["state"] for one in fleet.status()["replicas"] if one["name"] == name), "")
+    return next((replica["state"] for replica in fleet.status()["replicas"] if replica["name"] == name), "")
 
 
 async def test_a_deleted_weight_folder_is_requested_again(kit: FleetKit) -> None:

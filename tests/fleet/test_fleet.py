@@ -142,8 +142,8 @@ async def test_what_servers_copy_over_http_is_counted_over_all_connections(nativ
         await fleet.update_weights(WeightUpdate(version=version, kind="http", path=f"http://127.0.0.1:1/v{version}"))
     await server.die()
     await until(lambda: fleet.status()["replicas"][0]["state"] == "absent")
-    found = [(replica["pulled_bytes"], replica["failed_deltas"]) for replica in fleet.status()["replicas"]]
-    assert found == [(210, 1), (0, 0)]
+    result = [(replica["pulled_bytes"], replica["failed_deltas"]) for replica in fleet.status()["replicas"]]
+    assert result == [(210, 1), (0, 0)]
 
 
 async def test_answers_that_are_always_invalid_fail_with_a_code_of_their_own(kit: FleetKit) -> None:

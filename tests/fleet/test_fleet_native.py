@@ -177,7 +177,7 @@ async def test_an_answer_broken_by_a_death_is_the_unbroken_one(native: NativeKit
     assert len(whole.output_ids) == 160
     start = fleet.status()["generated_tokens"]
     for server in native.servers:
-        server.hold(40, while_true=lambda: not any(one.is_cut_off for one in native.servers))
+        server.hold(40, while_true=lambda: not any(item.is_cut_off for item in native.servers))
     running = asyncio.create_task(fleet.agenerate(a_request("broken", 160, **changes)))
     await tokens_made(fleet, start + 10)
     busy = next(i for i, r in enumerate(fleet.status()["replicas"]) if r["running"])
@@ -308,7 +308,7 @@ async def test_a_switch_in_mid_answer_splits_it_exactly(native: NativeKit, tmp_p
             cache, num_old = DynamicCache(config=old.config), len(PROMPT) + split - 1
             old(ids[:, :num_old], past_key_values=cache)
             logits[1][:, num_old:] = new(ids[:, num_old:], past_key_values=cache).logits
-    by_old, by_new = (torch.log_softmax(found[0].float(), -1) for found in logits)
+    by_old, by_new = (torch.log_softmax(logit[0].float(), -1) for logit in logits)
     scores = [(by_old if i < split else by_new)[3 + i, token].item() for i, token in enumerate(response.output_ids)]
     assert response.output_logprobs == pytest.approx(scores, abs=2e-5)
     assert response.num_interruptions == (1 if mode == "interrupt" else 0)
@@ -339,12 +339,12 @@ async def test_every_replica_serves_the_loaded_adapters(native: NativeKit, adapt
 
     async def answers() -> list[list[float]]:
         asked = [dataclasses.replace(a_request(name or "base", 40), adapter=name) for name in ("", "a-1", "b-1")]
-        found = await asyncio.gather(*map(fleet.agenerate, asked))
-        assert [one.output_versions for one in found] == [[0] * 40] * 3
-        return [list(one.output_logprobs) for one in found]
+        result = await asyncio.gather(*map(fleet.agenerate, asked))
+        assert [item.output_versions for item in result] == [[0] * 40] * 3
+        return [list(item.output_logprobs) for item in result]
 
     first = await answers()
-    assert len({tuple(one) for one in first}) == 3
+    assert len({tuple(each) for each in first}) == 3
     for server in native.servers:  # a new process gets the adapters before it serves
         await server.die()
     for index in range(2):
@@ -435,9 +435,9 @@ async def test_the_fleet_scores_given_tokens_with_the_version_that_is_asked_for(
     fleet = await native.fleet(1)
     answer = await fleet.agenerate(a_request("row", 12))
     row = ScoredRow(token_ids=[*PROMPT, *answer.output_ids], first=len(PROMPT))
-    found = await fleet.score([row, row], version=0, top_k=100, limit_s=60.0)
-    assert found is not None
-    for scores in found:
+    result = await fleet.score([row, row], version=0, top_k=100, limit_s=60.0)
+    assert result is not None
+    for scores in result:
         assert scores.logprobs == pytest.approx(answer.output_logprobs, abs=2e-5)
         assert [len(place) for place in scores.top] == [64] * 12  # the whole vocabulary
         assert math.exp(sum(math.log(sum(math.exp(value) for _, value in place)) for place in scores.top)) == (
@@ -455,12 +455,12 @@ async def test_a_row_that_servers_refuse_has_no_scores(native: NativeKit) -> Non
 async def test_a_row_that_fills_the_context_has_no_score_of_its_last_token(native: NativeKit) -> None:
     fleet = await native.fleet(1)
     ids = [5 + number % 50 for number in range(1024)]
-    found = await fleet.score(
+    result = await fleet.score(
         [ScoredRow(token_ids=ids, first=1020), ScoredRow(token_ids=ids[:9], first=4)],
         version=0, top_k=0, limit_s=60.0,
     )  # fmt: skip
-    assert found is not None
-    assert [len(scores.logprobs) for scores in found] == [3, 5]
+    assert result is not None
+    assert [len(scores.logprobs) for scores in result] == [3, 5]
 
 
 async def test_updates_whose_differences_fail_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ class EchoReplica(Replica):
     async def generate(self, requests: Sequence[GenerationRequest]) -> Chunks:
         [part] = requests
         body = {"prompt": part.input_ids, "count": part.gconfig.max_new_tokens}
-        yield 0, self._client.parsed(await self._client.post("/echo", body), lambda found: PartChunk(**found))
+        yield 0, self._client.parsed(await self._client.post("/echo", body), lambda result: PartChunk(**result))
 
     async def abort(self, request_id: str) -> None: ...
 
@@ -57,7 +57,7 @@ class EchoReplica(Replica):
     async def abandon_update(self) -> None: ...
 
     async def info(self) -> ReplicaInfo:
-        return self._client.parsed(await self._client.get("/info"), lambda found: ReplicaInfo(**found))
+        return self._client.parsed(await self._client.get("/info"), lambda result: ReplicaInfo(**result))
 
     async def load(self) -> ReplicaLoad:
         return ReplicaLoad(running=0, queued=0, cache_usage=0.0, generated_tokens=0)
@@ -119,8 +119,8 @@ def config_of(**changes: Any) -> EchoConfig:
 
 def test_its_flags_and_limits_are_checked_like_those_of_the_others() -> None:
     config = config_of(echo={"port": 3, "max_len": 8}, gconfig=GenerationHyperparameters(max_new_tokens=8, stop=["x"]))
-    found = [path for path, _ in backend_named(config.server_backend).problems(config)]
-    assert found == ["echo.port", "gconfig.max_new_tokens", "gconfig.stop"]
+    result = [path for path, _ in backend_named(config.server_backend).problems(config)]
+    assert result == ["echo.port", "gconfig.max_new_tokens", "gconfig.stop"]
 
 
 def test_it_is_planned_like_the_others() -> None:
@@ -154,7 +154,7 @@ async def test_the_fleet_generates_with_it(tmp_path: Path) -> None:
         gconfig = GenerationHyperparameters(max_new_tokens=5)
         request = GenerationRequest(request_id="r", input_ids=[7, 8], gconfig=gconfig)
         answers = [await fleet.agenerate(request), *await fleet.agenerate_group([request, request])]
-        assert [(one.output_ids, one.output_versions) for one in answers] == [([7, 8, 7, 8, 7], [3] * 5)] * 3
+        assert [(answer.output_ids, answer.output_versions) for answer in answers] == [([7, 8, 7, 8, 7], [3] * 5)] * 3
     finally:
         await fleet.close()
         await runner.cleanup()
@@ -171,7 +171,7 @@ def test_few_modules_know_a_backend_by_name(name: str) -> None:
     """A backend is its own modules, its registration and its section."""
     shared = {"fleet/registered.py", "api/config/experiment.py"}
     legacy = {"api/config/legacy.py"}  # keys of AReaL's files
-    found: set[str] = set()
+    result: set[str] = set()
     for path in AREAL.rglob("*.py"):
         where = path.relative_to(AREAL).as_posix()
         text = path.read_text(encoding="utf-8")
@@ -182,5 +182,5 @@ def test_few_modules_know_a_backend_by_name(name: str) -> None:
             is_import = isinstance(node, ast.ImportFrom) and name in (node.module or "")
             is_field = isinstance(node, ast.AnnAssign | ast.Attribute) and name in ast.unparse(node).split(":")[0]
             if is_name or is_import or is_field:
-                found.add(where)
-    assert found - legacy == shared
+                result.add(where)
+    assert result - legacy == shared

@@ -114,9 +114,9 @@ async def test_short_parts_of_one_turn_are_one_request(server, calls):
     other = replace(PART, request_id="o", gconfig=GenerationHyperparameters(max_new_tokens=5))
     await asyncio.gather(*map(calls.start, [*each, other]))
     assert server.groups == [[part.request_id for part in each]]
-    given = {asked.request_id: asked.body for asked in server.requests}
-    assert [given[name].get("sampling_seed") for name in "abcxysd"] == [0, 1, 2, 0, 1, None, None]
-    assert [given[name]["group_id"] for name in "axsd"] == ["g", "h", "", "g"]
+    inputs = {asked.request_id: asked.body for asked in server.requests}
+    assert [inputs[name].get("sampling_seed") for name in "abcxysd"] == [0, 1, 2, 0, 1, None, None]
+    assert [inputs[name]["group_id"] for name in "axsd"] == ["g", "h", "", "g"]
     check_answers(calls, each)
     await calls.start(parts("e")[0])
     assert len(server.groups) == 1
@@ -141,8 +141,8 @@ async def test_a_request_has_no_more_answers_than_the_server_computes_at_once(se
 async def test_a_refused_prompt_is_an_error_of_its_parts_alone(server, calls):
     server.refused_ids = [7]
     each = [*parts("abc"), *parts("xy", replace(PART, group_id="h", input_ids=[7]))]
-    found = await asyncio.gather(*map(calls.start, each), return_exceptions=True)
-    assert [getattr(one, "code", "") for one in found] == [""] * 3 + ["server.request_refused"] * 2
+    result = await asyncio.gather(*map(calls.start, each), return_exceptions=True)
+    assert [getattr(item, "code", "") for item in result] == [""] * 3 + ["server.request_refused"] * 2
     assert server.groups == [list("abcxy"), list("abc"), list("xy")]
     check_answers(calls, each[:3])
 
@@ -178,8 +178,8 @@ async def test_parts_cancelled_before_they_are_sent_are_not_sent(server, calls):
 
 async def test_a_lost_server_and_a_refusal_are_errors_of_every_part(server, either):
     server.fail_generate = 400
-    for found in await asyncio.gather(*map(either.start, parts("abc")), return_exceptions=True):
-        assert getattr(found, "code", "") == "server.request_refused"
+    for item in await asyncio.gather(*map(either.start, parts("abc")), return_exceptions=True):
+        assert getattr(item, "code", "") == "server.request_refused"
     server.fail_generate = None
     server.hold_at = 3
     tasks = [either.start(part) for part in parts("abc")]

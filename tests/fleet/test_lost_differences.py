@@ -82,15 +82,15 @@ async def test_a_server_with_a_damaged_copy_gets_the_weights_without_it(
     if num_servers == 2:
         assert kit.servers[1].version == 2
     await until(lambda: server.version == 2)
-    for one in kit.servers:
-        assert {name: weight.tolist() for name, weight in load_file(one.file).items()} == {
+    for each in kit.servers:
+        assert {name: weight.tolist() for name, weight in load_file(each.file).items()} == {
             name: weight.tolist() for name, weight in engine.named_weights()
         }
     assert server.problems == ["", ""], "after the repair there is no second attempt with the damaged copy"
-    assert [one["failed_deltas"] for one in fleet.status()["replicas"]] == [1, 0][:num_servers]
+    assert [replica["failed_deltas"] for replica in fleet.status()["replicas"]] == [1, 0][:num_servers]
     whole = {file.parent.name.partition("-")[0] for file in (tmp_path / "shared").glob("v*/model.safetensors")}
     assert whole == ({"v000001"} if num_servers == 2 else {"v000001", "v000002"})
     step(engine.model)
     await asyncio.to_thread(serve, channel, 3)
-    assert [one.version for one in kit.servers] == [3] * num_servers
+    assert [item.version for item in kit.servers] == [3] * num_servers
     assert server.problems[2:] == [""]

@@ -33,7 +33,7 @@ async def test_a_replica_that_joins_loads_the_current_folder_and_serves(kit: Fle
     joined = await kit.server(1)
     await serving(fleet, "server-1", "server-3")
     assert joined.version == 1
-    assert [one["name"] for one in fleet.status()["replicas"]] == ["server-1", "server-3"]
+    assert [item["name"] for item in fleet.status()["replicas"]] == ["server-1", "server-3"]
     assert not fleet.status()["needs_weights"]
 
 
@@ -48,11 +48,11 @@ async def test_requests_of_a_removed_replica_continue_elsewhere(kit: FleetKit) -
     for response in responses:
         assert_whole(response)
     assert sum(response.replicas == ["server-0", "server-1"] for response in responses) == 2
-    assert [one["name"] for one in fleet.status()["replicas"]] == ["server-1"]
+    assert [item["name"] for item in fleet.status()["replicas"]] == ["server-1"]
     await until(lambda: leaving.num_cancelled == 2)
     kit.registry.add("servers/0", leaving.registration())
     await serving(fleet, "server-0", "server-1")
-    assert [one["name"] for one in fleet.status()["replicas"]] == ["server-0", "server-1"]
+    assert [item["name"] for item in fleet.status()["replicas"]] == ["server-0", "server-1"]
 
 
 async def test_removing_a_replica_does_not_fail_its_requests(kit: FleetKit) -> None:
@@ -62,8 +62,8 @@ async def test_removing_a_replica_does_not_fail_its_requests(kit: FleetKit) -> N
     running = asyncio.create_task(fleet.agenerate(a_request()))
 
     def holding() -> list[int]:
-        found = [int(one["name"][-1]) for one in fleet.status()["replicas"] if one["running"]]
-        return [index for index in found if servers[index].num_held]
+        result = [int(item["name"][-1]) for item in fleet.status()["replicas"] if item["running"]]
+        return [index for index in result if servers[index].num_held]
 
     for _ in range(2):
         await until(holding)
@@ -365,7 +365,7 @@ async def test_servers_with_and_without_a_second_copy_receive_a_collective_at_th
     fleet = await native_kit.fleet(2, weight_update_timeout_s=5.0)
     await fleet.update_weights(collective(1, fleet.live_replicas(1), "g1"))
     assert [(server.version, "pause" in server.acts()) for server in servers] == [(1, False), (1, True)]
-    assert [one["state"] for one in fleet.status()["replicas"]] == ["serving", "serving"]
+    assert [item["state"] for item in fleet.status()["replicas"]] == ["serving", "serving"]
 
 
 async def test_a_replica_that_is_checked_in_a_pause_stays_paused(kit: FleetKit) -> None:
@@ -393,7 +393,7 @@ async def test_an_attached_server_serves_after_its_first_update(kit: FleetKit) -
     assert lacking(fleet, 0) == ["server-0"]
     await fleet.update_weights(kit.disk(0))
     assert_whole(await fleet.agenerate(a_request()))
-    assert (fleet.version, [one["name"] for one in fleet.status()["replicas"] if one["state"] == "serving"]) == (
+    assert (fleet.version, [item["name"] for item in fleet.status()["replicas"] if item["state"] == "serving"]) == (
         0,
         ["server-0"],
     )

@@ -40,8 +40,8 @@ def expected() -> dict[tuple[State, Event], str]:
 @pytest.mark.parametrize("state", State)
 def test_every_pair(state: State, event: Event) -> None:
     transition = TRANSITIONS.get((state, event))
-    found = IGNORED if transition is None else COMPARED if transition.to is None else transition.to.value
-    assert found == expected()[state, event]
+    actual = IGNORED if transition is None else COMPARED if transition.to is None else transition.to.value
+    assert actual == expected()[state, event]
 
 
 def test_the_table_covers_all_pairs() -> None:
@@ -62,7 +62,7 @@ def test_a_replica_serves_only_after_its_weights_were_compared() -> None:
     assert all(transition.to is not State.SERVING for transition in TRANSITIONS.values())
 
 
-@pytest.mark.parametrize("weights", [one for one in Weights if one is not Weights.VALID])
+@pytest.mark.parametrize("weights", [Weight for Weight in Weights if Weight is not Weights.VALID])
 def test_only_valid_weights_serve(weights: Weights) -> None:
     assert obstacle(weights, 3, 3)
     assert not obstacle(Weights.VALID, 3, 3)
@@ -72,8 +72,8 @@ def test_only_valid_weights_serve(weights: Weights) -> None:
 def test_a_report_of_a_server_changes_valid_and_incomplete_weights_only() -> None:
     assert reported(Weights.VALID, False) is Weights.INCOMPLETE
     assert reported(Weights.INCOMPLETE, True) is Weights.VALID
-    unchanged = [(one, None) for one in Weights] + [(Weights.VALID, True), (Weights.INCOMPLETE, False)]
-    unchanged += [(one, whole) for one in (Weights.ABANDONED, Weights.UNKNOWN) for whole in (True, False)]
+    unchanged = [(Weight, None) for Weight in Weights] + [(Weights.VALID, True), (Weights.INCOMPLETE, False)]
+    unchanged += [(item, whole) for item in (Weights.ABANDONED, Weights.UNKNOWN) for whole in (True, False)]
     assert all(reported(weights, whole) is weights for weights, whole in unchanged)
 
 

@@ -46,7 +46,7 @@ class Walk:
         codes = [code for code in self._codes if code.co_qualname not in TIMER]
         functions = [code for code in codes if not code.co_name.endswith("comp>") and code.co_name != "<genexpr>"]
         files = [code.co_filename for code in codes]
-        changes = sum(one != other for one, other in itertools.pairwise(files))
+        changes = sum(item != other for item, other in itertools.pairwise(files))
         return len(functions), len(set(files)), changes
 
     def __enter__(self) -> None:

@@ -84,8 +84,8 @@ def test_the_least_loaded_of_equal_replicas_is_chosen(num_others: int) -> None:
     a, b, c = Candidate("a", 4), Candidate("b", 2), Candidate("c", 0)
     others = [Candidate(f"o{i}", 5) for i in range(num_others)]
     router = router_of("prefix_affinity", a, b, c, *others)
-    for one in (a, b, *others):
-        router.prefixes.add(one.name, prefix_blocks(of(input_ids=prompt(1, 2))))
+    for item in (a, b, *others):
+        router.prefixes.add(item.name, prefix_blocks(of(input_ids=prompt(1, 2))))
     assert router.pick(of(input_ids=prompt(1, 2))) is b
     router.serving.remove(b)
     assert router.pick(of(input_ids=prompt(1, 2))) is a
@@ -97,9 +97,9 @@ def test_a_prefix_of_all_prompts_spreads_over_the_fleet() -> None:
     shared = prompt(1, 4)
     for _ in range(120):
         router.serving.change(router.pick(of(input_ids=shared)), +1)
-        loads = [one.num_running for one in fleet]
+        loads = [item.num_running for item in fleet]
         assert max(loads) <= 1.5 * min(loads) + OVERLOAD_SLACK + 1
-    assert [router.prefixes.num_blocks(one.name) for one in fleet] == [4, 4, 4]
+    assert [router.prefixes.num_blocks(item.name) for item in fleet] == [4, 4, 4]
     router.serving.change(fleet[0], 1000)  # one that is stuck
     assert router.pick(of(input_ids=shared)) is not fleet[0]
 
@@ -140,11 +140,11 @@ def test_the_prefix_index_is_bounded_and_equals_a_search_of_every_replica(seed: 
         assert index.num_blocks(name) == len(known[name])
         able = set(rng.sample(names, rng.randint(0, 3)))
         for other in chains:
-            longest = max((sum(block in known[one] for block in other) for one in able), default=0)
+            longest = max((sum(block in known[item] for block in other) for item in able), default=0)
             deepest = index.deepest(other, able.__contains__)
             assert deepest == (other[longest - 1] if longest else None)
             for block in other:
-                assert sorted(index.holders(block)) == [one for one in names if block in known[one]]
+                assert sorted(index.holders(block)) == [item for item in names if block in known[item]]
                 assert index.max_holders(block) >= len(list(index.holders(block)))
     for name in names:
         index.forget(name)
@@ -161,30 +161,30 @@ def test_the_order_of_load_equals_a_sort(seed: int) -> None:
     every = [Candidate(f"s{i}", rng.randint(0, 3)) for i in range(6)]
     serving: set[str] = set()
     for _ in range(60):
-        one = rng.choice(every)
+        subject = rng.choice(every)
         match rng.choice(["add", "remove", "start", "end", "chosen"]):
             case "add":
-                order.add(one)
-                serving.add(one.name)
+                order.add(subject)
+                serving.add(subject.name)
             case "remove":
-                order.remove(one)
-                serving.discard(one.name)
+                order.remove(subject)
+                serving.discard(subject.name)
             case "start":
-                order.change(one, +1)
-            case "end" if one.num_running:
-                order.change(one, -1)
-            case "chosen" if one.name in serving:
-                order.chosen(one)
-                equals = [other.name for other in order.ascending() if other.num_running == one.num_running]
-                assert equals[-1] == one.name
-                assert [other.name for other in order.in_turn()][-1] == one.name
+                order.change(subject, +1)
+            case "end" if subject.num_running:
+                order.change(subject, -1)
+            case "chosen" if subject.name in serving:
+                order.chosen(subject)
+                equals = [other.name for other in order.ascending() if other.num_running == subject.num_running]
+                assert equals[-1] == subject.name
+                assert [other.name for other in order.in_turn()][-1] == subject.name
             case _:
                 pass
-        found = list(order.ascending())
-        assert {other.name for other in found} == serving
-        assert [other.num_running for other in found] == sorted(other.num_running for other in found)
+        result = list(order.ascending())
+        assert {other.name for other in result} == serving
+        assert [other.num_running for other in result] == sorted(other.num_running for other in result)
         assert len(order) == len(serving)
-        assert not serving or order.least_load == found[0].num_running
+        assert not serving or order.least_load == result[0].num_running
 
 
 def test_a_request_of_a_removed_replica_does_not_change_the_load_of_its_successor() -> None:

@@ -110,15 +110,15 @@ def test_command_of_vllm():
 
 
 @pytest.mark.parametrize(
-    ("backend", "flag", "own"),
+    ("backend", "flag", "ours"),
     [("sglang", "--context-length=32768", "context_length"), ("vllm", "--max-model-len=32768", "max_model_len")],
 )
-def test_the_profile_of_areal_gives_flags_that_the_user_does_not(backend, flag, own):
+def test_the_profile_of_areal_gives_flags_that_the_user_does_not(backend, flag, ours):
     assert flag not in command(config_of(backend)).argv
     assert flag in command(config_of(backend, server_defaults="areal")).argv
-    changed = command(config_of(backend, server_defaults="areal", **{backend: {own: 100}})).argv
+    changed = command(config_of(backend, server_defaults="areal", **{backend: {ours: 100}})).argv
     assert (flag in changed, f"{flag.partition('=')[0]}=100" in changed) == (False, True)
-    servers_own = command(config_of(backend, server_defaults="areal", **{backend: {own: None}})).argv
+    servers_own = command(config_of(backend, server_defaults="areal", **{backend: {ours: None}})).argv
     assert not any(word.startswith(flag.partition("=")[0]) for word in servers_own)
     assert "--disable-sliding-window" not in servers_own  # AReaL's; vLLM would end for a window below its own length
 
@@ -288,7 +288,7 @@ def test_every_rank_of_a_server_counts_when_cores_are_shared_out(monkeypatch):
     assert plan.processes[1].env["OMP_NUM_THREADS"] == "2"
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(12, 20), 3, 5})  # in a container
     bound = make_plan(config_of("sglang", "d2t2"), [Machine(cores=10)]).processes
-    assert [one.env["SGLANG_CPU_OMP_THREADS_BIND"] for one in bound[1:3]] == ["3,5|12,13", "14,15|16,17"]
+    assert [item.env["SGLANG_CPU_OMP_THREADS_BIND"] for item in bound[1:3]] == ["3,5|12,13", "14,15|16,17"]
     assert core_bindings(1, 2, 1, [0, 1]) == {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, "round and round"
     assert core_bindings(0, 1, 1, [0]) == {}
     assert VLLM.core_bindings is None

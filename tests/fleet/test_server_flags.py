@@ -75,8 +75,8 @@ def problems(config: GRPOConfig) -> list[tuple[str, str]]:
     ],
 )
 def test_what_a_server_cannot_do_is_found_by_key_and_value(load, overrides: list[str], path: str, value: str) -> None:
-    [(found, sentence)] = problems(load(*overrides))
-    assert found == path
+    [(result, sentence)] = problems(load(*overrides))
+    assert result == path
     assert value in sentence
 
 
@@ -90,7 +90,7 @@ def test_what_a_server_cannot_do_is_found_by_key_and_value(load, overrides: list
     ],
 )
 def test_sampling_that_a_server_cannot_do_is_refused(load, overrides: list[str], path: str) -> None:
-    assert [found for found, _ in problems(load(*overrides))] == [path]
+    assert [item for item, _ in problems(load(*overrides))] == [path]
 
 
 def test_evaluations_need_no_log_probabilities(load) -> None:

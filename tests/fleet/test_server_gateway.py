@@ -55,8 +55,8 @@ async def test_a_request_passes_unchanged_but_for_the_token():
         return web.Response(status=418, text="done", headers={"X-Answer": "yes"})
 
     async with behind_gateway(handler) as (session, address):
-        given = {"Content-Type": "application/json", "X-Request-Id": "17"}
-        async with session.put(f"{address}/a%20b/c?x=1&x=2", data=b'{"n": 1}', headers=given) as answer:
+        inputs = {"Content-Type": "application/json", "X-Request-Id": "17"}
+        async with session.put(f"{address}/a%20b/c?x=1&x=2", data=b'{"n": 1}', headers=inputs) as answer:
             assert (answer.status, await answer.text(), answer.headers["X-Answer"]) == (418, "done", "yes")
     assert (seen["method"], seen["path"], seen["body"]) == ("PUT", "/a%20b/c?x=1&x=2", b'{"n": 1}')
     assert seen["headers"]["x-request-id"] == "17"
@@ -175,9 +175,9 @@ async def test_the_gateways_of_all_parts_pull_the_weights(tmp_path, monkeypatch)
         assert (status, answer["error"]["code"]) == (500, "weights.pull_failed")
         assert "TMPDIR" in answer["error"]["message"]
         (copy,) = tmp_path.glob("areal-*/*/v000001-*")
-        found = {"path": str(copy), "problem": "other weights", "num_bytes": 7}
-        answers.append((200, found))
-        assert await pull() == (200, found), "the first part has the copy already"
+        result = {"path": str(copy), "problem": "other weights", "num_bytes": 7}
+        answers.append((200, result))
+        assert await pull() == (200, result), "the first part has the copy already"
         async with session.get(f"{address}/pulled_weights/{copy.name}/0") as answer:
             assert (answer.status, await answer.read()) == (200, b"weights")
         assert asked == [("/pull_weights", {"url": url}, f"Bearer {TOKEN}")] * 4

@@ -20,7 +20,7 @@ INFO = ReplicaInfo(version=7, vocab_size=9, context_length=99, weights_whole=Tru
 LOAD = ReplicaLoad(running=2, queued=1, cache_usage=0.5, generated_tokens=5)
 
 
-def options(**given):
+def options(**inputs):
     known = {
         "backend": "vllm",
         "command": ("serve", "{port}"),
@@ -31,7 +31,7 @@ def options(**given):
         "stop_grace_s": 1.0,
         "update_limit_s": 100.0,
     }
-    return HostOptions(**(known | given))
+    return HostOptions(**(known | inputs))
 
 
 # The command
@@ -50,9 +50,9 @@ def test_braces_of_json_stay():
 
 
 def test_everything_after_the_first_dashes_is_the_command():
-    given = parse_options(["--backend", "sglang", "--", "serve", "{port}", "--", "--help", "--config=x"])
-    assert given.command == ("serve", "{port}", "--", "--help", "--config=x")
-    assert (given.backend, given.registry) == ("sglang", None)
+    inputs = parse_options(["--backend", "sglang", "--", "serve", "{port}", "--", "--help", "--config=x"])
+    assert inputs.command == ("serve", "{port}", "--", "--help", "--config=x")
+    assert (inputs.backend, inputs.registry) == ("sglang", None)
 
 
 @pytest.mark.parametrize("argv", [[], ["--"], ["--", "serve", "--port", "8000"]])

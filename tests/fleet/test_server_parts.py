@@ -29,15 +29,19 @@ def test_all_parts_of_a_server_get_the_port_that_part_0_reserved(tmp_path, monke
     leader.wait_ready()
     meeting = json.loads(leader.registry.get("parts/4"))
     assert meeting["address"] == "127.0.0.2"
-    given = [f"127.0.0.2:{meeting['port']}", "127.0.0.2", str(meeting["port"])]
+    inputs = [f"127.0.0.2:{meeting['port']}", "127.0.0.2", str(meeting["port"])]
     for host in (leader, follower):
         (server,) = [
-            one for one in processes_of(paths) if one.ppid() == host.pid and "fake_foreign" in str(one.cmdline())
+            item for item in processes_of(paths) if item.ppid() == host.pid and "fake_foreign" in str(item.cmdline())
         ]
-        assert server.cmdline()[-3:] == given
+        assert server.cmdline()[-3:] == inputs
         assert server.environ()["VLLM_HOST_IP"] == ("127.0.0.2" if host is leader else "127.0.0.1")
         assert server.environ()["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-    listening = {one.laddr for one in psutil.Process(leader.pid).net_connections() if one.status == psutil.CONN_LISTEN}
+    listening = {
+        connection.laddr
+        for connection in psutil.Process(leader.pid).net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
     assert ("127.0.0.2", meeting["port"]) in listening
     assert all(at.ip.startswith("127.") for at in listening)
     assert follower.registry.list("servers").keys() == {"servers/4"}
@@ -75,8 +79,8 @@ async def test_only_machines_of_its_parts_reach_the_store(caplog):
             assert await reader.read() == (b"KEY" if answer else b"")
             writer.close()
     assert asked == ["127.0.0.1"] * 3
-    own = [record.levelname for record in caplog.records if record.name == server_parts.__name__]
-    assert own == ["WARNING"]
+    ours = [record.levelname for record in caplog.records if record.name == server_parts.__name__]
+    assert ours == ["WARNING"]
 
 
 def _silent_registry(peer):
@@ -128,5 +132,5 @@ def test_the_machines_of_a_server_are_those_that_its_parts_registered(tmp_path):
     registry.add("parts/3", json.dumps({"address": "10.0.0.1", "port": 1}))
     other = NetHost(bind="10.0.0.2", advertise="10.0.0.2", node="b")
     assert first_part(registry, 3, 1, other, None, 1.0) == ("10.0.0.1", 1)
-    found = [is_part(registry, 3, 2, first, peer) for peer in ("10.0.0.1", "10.0.0.2", "127.0.0.1", "10.0.0.3")]
-    assert found == [True, True, True, False]
+    result = [is_part(registry, 3, 2, first, peer) for peer in ("10.0.0.1", "10.0.0.2", "127.0.0.1", "10.0.0.3")]
+    assert result == [True, True, True, False]

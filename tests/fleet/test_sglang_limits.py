@@ -46,8 +46,8 @@ def test_settings_that_sglang_honours_exactly_are_accepted(changes: dict[str, An
     ids=str,
 )
 def test_settings_that_sglang_cannot_honour_are_refused(changes: dict[str, Any], field: str, value: str) -> None:
-    [(found, sentence)] = problems(**changes)
-    assert found == field
+    [(result, sentence)] = problems(**changes)
+    assert result == field
     assert value in sentence
     assert problems(needs_logprobs=False, **changes)  # the choice of the token is wrong, not only its number
 

@@ -75,7 +75,7 @@ async def test_a_new_fleet_does_not_use_a_server_with_mixed_weights(tmp_path) ->
     await first.close()
     second = await kit.fleet(1)
     await until(lambda: second.status()["needs_weights"])
-    assert [one["state"] for one in second.status()["replicas"]] == ["stale"]
+    assert [replica["state"] for replica in second.status()["replicas"]] == ["stale"]
     await second.update_weights(update_of(second, 4))
     assert second.version == server.version == 4
     await kit.close()

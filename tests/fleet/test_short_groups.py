@@ -29,11 +29,11 @@ def num_running(fleet: Fleet) -> list[int]:
 async def test_answers_have_the_order_of_their_requests(kit: FleetKit, num_tokens: int) -> None:
     await kit.server(0, version=3)
     fleet = await kit.fleet(1)
-    found = await fleet.agenerate_group(requests("abc", num_tokens))
-    assert [one.request_id for one in found] == ["a", "b", "c"]
-    for one in found:
-        assert_whole(one, num_tokens)
-        assert (one.replicas, one.num_interruptions, one.latency_s > 0) == (["server-0"], 0, True)
+    result = await fleet.agenerate_group(requests("abc", num_tokens))
+    assert [item.request_id for item in result] == ["a", "b", "c"]
+    for each in result:
+        assert_whole(each, num_tokens)
+        assert (each.replicas, each.num_interruptions, each.latency_s > 0) == (["server-0"], 0, True)
     assert num_running(fleet) == [0]
 
 
@@ -54,9 +54,9 @@ async def test_interrupted_answers_continue_under_new_weights(kit: FleetKit) -> 
     assert num_running(fleet) == [3]
     server.hold_at = None
     await fleet.update_weights(kit.disk(1))
-    for one in await group:
-        assert_whole(one, SHORT)
-        assert one.output_versions[-1] == 1
+    for item in await group:
+        assert_whole(item, SHORT)
+        assert item.output_versions[-1] == 1
 
 
 async def test_a_group_of_a_dead_server_continues_on_another(kit: FleetKit) -> None:
@@ -67,9 +67,9 @@ async def test_a_group_of_a_dead_server_continues_on_another(kit: FleetKit) -> N
     first, other = sorted(servers, key=lambda server: -server.num_held)
     other.hold_at = None
     await first.die()
-    for one in await group:
-        assert_whole(one, SHORT)
-        assert len(one.replicas) == 2
+    for item in await group:
+        assert_whole(item, SHORT)
+        assert len(item.replicas) == 2
     assert {replica["running"] for replica in fleet.status()["replicas"]} == {0}
 
 

@@ -22,16 +22,16 @@ async def test_a_start_without_healthy_servers_names_them(kit: FleetKit) -> None
 @pytest.fixture
 def readings(kit: FleetKit, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The times at which the fleet read the registry."""
-    found: list[float] = []
+    result: list[float] = []
     list_names = kit.registry.list
 
     def listed(prefix: str) -> dict[str, str]:
         names = list_names(prefix)
-        found.append(time.monotonic())
+        result.append(time.monotonic())
         return names
 
     monkeypatch.setattr(kit.registry, "list", listed)
-    return found
+    return result
 
 
 async def test_the_time_limit_of_a_start_does_not_include_the_loading_of_servers(

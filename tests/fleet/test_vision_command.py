@@ -36,8 +36,8 @@ def test_what_servers_cannot_do_with_images_is_refused(vision_model):
     actor = {"path": vision_model}
     cached = {"rollout": InferenceEngineConfig(weight_update="keep_cache")}
     cut = {"gconfig": GenerationHyperparameters(max_new_tokens=8, top_p=0.9)}
-    assert [problems(one, **cached) for one in ("native", "sglang", "vllm")] == [[], [], ["rollout.weight_update"]]
-    assert [problems(one, **cut) for one in ("native", "sglang", "vllm")] == [[], [], ["gconfig.top_p"]]
+    assert [problems(item, **cached) for item in ("native", "sglang", "vllm")] == [[], [], ["rollout.weight_update"]]
+    assert [problems(item, **cut) for item in ("native", "sglang", "vllm")] == [[], [], ["gconfig.top_p"]]
 
 
 def image_family(folder, family):
@@ -56,9 +56,9 @@ def test_families_of_images_are_served_or_refused_by_name(tmp_path):
     for family in FAMILIES:
         actor = image_family(tmp_path, family)
         for name, families in taken.items():
-            found = list(backend_named(name).problems(config_of(name, actor=actor)))
-            assert [path for path, _ in found] == ([] if family in families else ["allocation_mode"])
-            assert all(family in text for _, text in found)
+            result = list(backend_named(name).problems(config_of(name, actor=actor)))
+            assert [path for path, _ in result] == ([] if family in families else ["allocation_mode"])
+            assert all(family in text for _, text in result)
 
 
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
@@ -99,9 +99,9 @@ def test_vllm_neither_cuts_nor_resizes_images_and_says_so_to_users_who_ask_for_i
 
 
 def test_vllm_knows_the_names_of_a_llava_tower_by_an_extension(tmp_path):
-    found = [command(config_of("vllm", actor=image_family(tmp_path, family))).argv for family in ("llava", "internvl")]
-    assert "--worker-extension-cls=areal_vllm.llava.WorkerExtension" in found[0]
-    assert "--worker-extension-cls=areal_vllm.extension.WorkerExtension" in found[1]
+    result = [command(config_of("vllm", actor=image_family(tmp_path, family))).argv for family in ("llava", "internvl")]
+    assert "--worker-extension-cls=areal_vllm.llava.WorkerExtension" in result[0]
+    assert "--worker-extension-cls=areal_vllm.extension.WorkerExtension" in result[1]
 
 
 def test_sglang_does_not_resize_images(tmp_path):

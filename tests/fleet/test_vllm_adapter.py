@@ -240,8 +240,8 @@ async def test_weights_are_incomplete_after_a_failed_update_until_one_succeeds(
     assert (await replica.info()).weights_whole is False
     server.fail_update = ""
     await replica.update_weights(collective(2), rank=1, mode="abort")
-    found = await replica.info()
-    assert (found.weights_whole, found.version) == (True, 2)
+    result = await replica.info()
+    assert (result.weights_whole, result.version) == (True, 2)
 
 
 async def test_an_error_names_the_extension_that_a_server_lacks(server: FakeVLLM, replica: VLLMReplica) -> None:
@@ -289,5 +289,5 @@ async def test_weights_over_http_are_copied_by_the_gateway_and_loaded_from_the_c
         source.close()
         again = VLLMReplica("server-0", address, TOKEN)  # of a controller that restarted: the copy is there
         await again.update_weights(WeightUpdate(version=4, kind="http", path=url), rank=0, mode="abort")
-        for one in (replica, again):
-            await one.close()
+        for item in (replica, again):
+            await item.close()

@@ -56,8 +56,8 @@ def test_exact_logprobs_of_vllm_need_the_processed_mode(changes: dict[str, Any],
     ids=str,
 )
 def test_settings_that_vllm_cannot_honour_are_refused(changes: dict[str, Any], field: str, value: str) -> None:
-    [(found, sentence)] = problems(**changes)
-    assert found == field
+    [(result, sentence)] = problems(**changes)
+    assert result == field
     assert value in sentence
 
 
@@ -73,7 +73,7 @@ def test_a_flag_that_changes_the_settings_is_refused(
     flags: dict[str, Any], changes: dict[str, Any], field: str
 ) -> None:
     assert problems(**changes) == []
-    assert [found for found, _ in problems(flags, **changes)] == [field]
+    assert [item for item, _ in problems(flags, **changes)] == [field]
 
 
 def test_the_log_probabilities_of_an_evaluation_need_not_be_exact() -> None:

@@ -36,8 +36,8 @@ async def test_weights_without_their_version_do_not_serve_as_the_version_before(
         await fleet.update_weights(collective(fleet, 4))
     for who in (fleet, await kit.fleet(1)):  # the controller that saw it, and one that comes after
         await until(lambda who=who: who.status()["needs_weights"])
-        assert [one["state"] for one in who.status()["replicas"]] == ["stale"]
+        assert [replica["state"] for replica in who.status()["replicas"]] == ["stale"]
     server.fail_cache_reset = False
     await fleet.update_weights(collective(fleet, 4))
-    assert [one["state"] for one in fleet.status()["replicas"]] == ["serving"]
+    assert [replica["state"] for replica in fleet.status()["replicas"]] == ["serving"]
     assert server.version == 4

@@ -92,8 +92,8 @@ def test_versions_and_load_are_read() -> None:
     assert parse_load(RECORDING["metrics"]["body"]).running == 0
     two_engines = 'vllm:num_requests_running{engine="%d"} 2.0\nvllm:num_requests_waiting{engine="%d"} 1.0\n'
     two_engines += 'vllm:kv_cache_usage_perc{engine="%d"} 0.5\nvllm:generation_tokens_total{engine="%d"} 1e3\n'
-    found = parse_load("".join(two_engines.replace("%d", str(index)) for index in range(2)))
-    assert found == ReplicaLoad(running=4, queued=2, cache_usage=0.5, generated_tokens=2000)
+    result = parse_load("".join(two_engines.replace("%d", str(index)) for index in range(2)))
+    assert result == ReplicaLoad(running=4, queued=2, cache_usage=0.5, generated_tokens=2000)
     with pytest.raises(KeyError):
         parse_load("")
 

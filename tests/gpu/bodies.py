@@ -57,14 +57,14 @@ def attention_error(
     layout = packed_layout(bounds, lengths)
     inputs = [torch.randn(1, count, total, size, device=device) for count in (heads, kv_heads, kv_heads)]
     upstream = torch.randn(1, total, heads, size, device=device)
-    found: list[list[Tensor]] = []
+    result: list[list[Tensor]] = []
     for call, kind in ((reference, torch.float32), (function, dtype)):
         leaves = [value.to(dtype).to(kind).requires_grad_() for value in inputs]
         output, _ = call(_Module(), *leaves, None, layout=layout)
         output.backward(upstream.to(dtype).to(kind))
-        found.append([output.detach().float(), *(leaf.grad.float() for leaf in leaves)])
-    errors = [(ours - exact).abs().max().item() for exact, ours in zip(*found, strict=True)]
-    largest = [exact.abs().max().item() for exact in found[0]]
+        result.append([output.detach().float(), *(leaf.grad.float() for leaf in leaves)])
+    errors = [(ours - exact).abs().max().item() for exact, ours in zip(*result, strict=True)]
+    largest = [exact.abs().max().item() for exact in result[0]]
     return errors[0], max(error / top for error, top in zip(errors[1:], largest[1:], strict=True))
 
 
@@ -97,18 +97,18 @@ def tree_attention_error(
     upstream = torch.randn(1, len(seen), 4, size, generator=draws).to(dtype)
     has_gradients = device.type != "cpu"
     leaves = [each.to(device).requires_grad_(has_gradients) for each in states]
-    found = [_by_mask(*leaves, layout, scale=0.3, window=window, softcap=softcap)]
+    result = [_by_mask(*leaves, layout, scale=0.3, window=window, softcap=softcap)]
     exact_leaves = [each.float().requires_grad_() for each in states]
     query, key, value = (each.repeat_interleave(4 // each.shape[1], dim=1) for each in exact_leaves)
     scores = 0.3 * query @ key.transpose(2, 3)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     exact = [(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(1, 2)]
     if has_gradients:
-        found += torch.autograd.grad(found[0], leaves, upstream.to(device))
+        result += torch.autograd.grad(result[0], leaves, upstream.to(device))
         exact += torch.autograd.grad(exact[0], exact_leaves, upstream.float())
     return max(
         float((ours.detach().float().cpu() - other).abs().max() / other.detach().abs().max())
-        for ours, other in zip(found, exact, strict=True)
+        for ours, other in zip(result, exact, strict=True)
     )
 
 
@@ -118,20 +118,20 @@ def head_error(device: torch.device, dtype: torch.dtype, *, vocabulary: int, tok
     hidden = torch.randn(tokens, 64, device=device).to(dtype)
     weight = (torch.randn(vocabulary, 64, device=device) * 0.6).to(dtype)
     labels = torch.randint(0, vocabulary, (tokens,), device=device)
-    found = linear_logprobs(hidden, weight, None, labels, float32_head=float32_head).logprobs
+    result = linear_logprobs(hidden, weight, None, labels, float32_head=float32_head).logprobs
     exact = (hidden.double().cpu() @ weight.double().cpu().T).log_softmax(-1).gather(1, labels.cpu()[:, None])[:, 0]
-    return (found.double().cpu() - exact).abs().max().item()
+    return (result.double().cpu() - exact).abs().max().item()
 
 
 def checksums(device: torch.device, sizes: list[int]) -> tuple[str, str]:
     """Of the same weights on `device` and on the CPU."""
-    found = [WeightsChecksum(), WeightsChecksum()]
+    result = [WeightsChecksum(), WeightsChecksum()]
     for index, size in enumerate(sizes):
         for dtype in (torch.float32, torch.bfloat16):
             value = torch.randn(size, generator=torch.Generator().manual_seed(index)).to(dtype)
-            found[0].add(f"{index}-{dtype}", value.to(device))
-            found[1].add(f"{index}-{dtype}", value)
-    return found[0].hexdigest(), found[1].hexdigest()
+            result[0].add(f"{index}-{dtype}", value.to(device))
+            result[1].add(f"{index}-{dtype}", value)
+    return result[0].hexdigest(), result[1].hexdigest()
 
 
 def gradient_error(
@@ -151,7 +151,7 @@ def loss_errors(device: torch.device) -> dict[str, float]:
     draws = torch.randn(4, size, generator=generator)
     index = torch.arange(size) // 12
     mask, chosen = draws[0] > -1.0, draws[1] > 0.5
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for name in [name for name in entries("losses") if name != "custom"]:  # a function of the user
         results: list[Tensor] = []
         for place in (torch.device("cpu"), device):
@@ -170,8 +170,8 @@ def loss_errors(device: torch.device) -> dict[str, float]:
             losses.sum().backward()
             assert logprobs.grad is not None
             results.append(torch.cat([losses.detach(), logprobs.grad]).cpu())
-        found[name] = (results[0] - results[1]).abs().max().item()
-    return found
+        result[name] = (results[0] - results[1]).abs().max().item()
+    return result
 
 
 def row_training_error(device: torch.device, folder: Path, kind: str) -> float:
@@ -194,8 +194,8 @@ def offloaded_share(
     if "build" in options:
         shared["build"] = options.pop("build")
     before = allocated()
-    given = options or {"fsdp": FSDPEngineConfig(offload_params=True)}
-    offloaded = cases.make_engine(folder, TrainerMesh(0, 1, device), **shared, **given)
+    inputs = options or {"fsdp": FSDPEngineConfig(offload_params=True)}
+    offloaded = cases.make_engine(folder, TrainerMesh(0, 1, device), **shared, **inputs)
     cases.train(offloaded, batch)
     left = allocated() - before
     state = 16 * sum(value.numel() for _, value in offloaded.named_weights())  # weight, gradient, two moments
@@ -316,9 +316,9 @@ def rollout_difference(
     config = TrainEngineConfig(path=str(folder), dtype="bfloat16", head_dtype=head_dtype)
     trainer = build_fsdp_engine(config, role="ref", total_steps=0, mesh=TrainerMesh(0, 1, device), seed=0)
     rows = [sequence.token_ids for sequence in made]
-    found = trainer.forward(rows_to_train_batch(rows, [[0] * 8 + [1] * (len(row) - 8) for row in rows])).logprobs
+    result = trainer.forward(rows_to_train_batch(rows, [[0] * 8 + [1] * (len(row) - 8) for row in rows])).logprobs
     bounds = [0, *itertools.accumulate(map(len, rows))]
-    ours = torch.cat([found[start + 7 : end - 1] for start, end in itertools.pairwise(bounds)]).double()
+    ours = torch.cat([result[start + 7 : end - 1] for start, end in itertools.pairwise(bounds)]).double()
     theirs = torch.tensor([value for sequence in made for value in sequence.logprobs], dtype=torch.float64)
     gap = ours - theirs
     k3 = (gap.exp() - 1 - gap).mean().item()

@@ -52,8 +52,8 @@ def test_tokens_per_second_against_bfloat16(gpu, tmp_path, recipe):
     )  # fmt: skip
     seconds: list[float] = []
     for config in (plain, replace(plain, fp8=Float8Config(recipe=recipe))):
-        found, _ = one_step(config, gpu, tokens=16384, repeats=4)
-        seconds.append(found["forward_backward"])
+        result, _ = one_step(config, gpu, tokens=16384, repeats=4)
+        seconds.append(result["forward_backward"])
     rates = {"card": torch.cuda.get_device_name(), "recipe": recipe, "ratio": seconds[0] / seconds[1]}
     print(json.dumps(rates))  # noqa: T201
     assert rates["ratio"] > 1.0

@@ -25,9 +25,9 @@ def test_ten_million_draws_choose_no_token_of_weight_zero(gpu):
 @pytest.mark.parametrize("head_dtype", ["compute", "float32"])
 def test_rollout_and_trainer_agree(gpu, tmp_path, head_dtype):
     bodies.write_model(tmp_path, hidden=1024, layers=8, vocabulary=32_000)
-    found = bodies.rollout_difference(gpu, tmp_path, head_dtype=head_dtype, sequences=64, new_tokens=256)
-    print(f"{torch.cuda.get_device_name()}, head {head_dtype}: {found}")  # noqa: T201
-    assert found.mean < (0.05 if head_dtype == "compute" else 0.03)
+    result = bodies.rollout_difference(gpu, tmp_path, head_dtype=head_dtype, sequences=64, new_tokens=256)
+    print(f"{torch.cuda.get_device_name()}, head {head_dtype}: {result}")  # noqa: T201
+    assert result.mean < (0.05 if head_dtype == "compute" else 0.03)
 
 
 def test_cuda_graphs_give_the_logits_of_steps_without_them(gpu, tmp_path):
@@ -88,6 +88,6 @@ def test_two_processes_on_one_card_get_an_error_and_live(gpu):
 
 @pytest.mark.parametrize("kind", sorted(bodies.QUANTIZED_LIMITS))
 def test_products_of_quantised_weights(gpu, kind):
-    found = bodies.quantized_error(gpu, kind)
-    print(f"{torch.cuda.get_device_name()}, {kind}: largest error {found:.4f} of the largest output")  # noqa: T201
-    assert 0 < found < bodies.QUANTIZED_LIMITS[kind]
+    result = bodies.quantized_error(gpu, kind)
+    print(f"{torch.cuda.get_device_name()}, {kind}: largest error {result:.4f} of the largest output")  # noqa: T201
+    assert 0 < result < bodies.QUANTIZED_LIMITS[kind]

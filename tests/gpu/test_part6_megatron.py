@@ -50,9 +50,9 @@ def test_products_of_8_bits_are_near_those_of_bfloat16(gpu, tmp_path, megatron_c
         pytest.skip("this card has no products of 8 bits")
     bodies.write_model(tmp_path, hidden=256, layers=4, vocabulary=1024)
     options = {"build": megatron_core, "megatron": MegatronEngineConfig(fp8="hybrid", fp8_recipe=recipe)}
-    found = bodies.mean_difference(gpu, tmp_path, **options)
-    print(f"{torch.cuda.get_device_name()}, fp8 {recipe}: {found:.3f} nats")  # noqa: T201
-    assert 0.0 < found < 0.3
+    result = bodies.mean_difference(gpu, tmp_path, **options)
+    print(f"{torch.cuda.get_device_name()}, fp8 {recipe}: {result:.3f} nats")  # noqa: T201
+    assert 0.0 < result < 0.3
 
 
 def test_a_run_on_the_card(tmp_path):

@@ -14,7 +14,7 @@ ACTOR = {"path": "m", "optimizer": {"lr": 1e-6}}
 
 
 @pytest.mark.parametrize(
-    ("given", "is_missing"),
+    ("inputs", "is_missing"),
     [
         ({}, True),
         ({"reward_fn": "exact"}, False),
@@ -23,8 +23,8 @@ ACTOR = {"path": "m", "optimizer": {"lr": 1e-6}}
         ({"rollout": {"agent": {"agent_cls_path": "my.Agent"}}}, False),
     ],
 )
-def test_the_reward_function_of_a_script_is_missing_unless_the_file_chooses_one(given, is_missing):
-    draft = from_areal(BASE | {"actor": ACTOR} | given)
+def test_the_reward_function_of_a_script_is_missing_unless_the_file_chooses_one(inputs, is_missing):
+    draft = from_areal(BASE | {"actor": ACTOR} | inputs)
     note = draft.notes.get("reward_fn")
     assert (note is not None and note.fate == "missing") == is_missing
 
@@ -68,7 +68,7 @@ AENT |= {"coeff_box_high": 3e-3, "coeff_box_low": 2e-5, "warmup_steps": 29}
 
 def test_the_section_of_the_recipe_aent_becomes_the_entropy_options():
     draft = from_areal(BASE | {"actor": ACTOR | {"aent": AENT | {"adaptive_coeff": True}}})
-    config = read(GRPOConfig, nested({path: one.value for path, one in draft.options.items()})).config
+    config = read(GRPOConfig, nested({path: item.value for path, item in draft.options.items()})).config
     box = AdaptiveEntropyConfig(
         entropy_low=0.05, entropy_high=0.23, coef_lr=2e-3, coef_low=2e-5, coef_high=3e-3, warmup_steps=30
     )
@@ -87,6 +87,6 @@ def test_the_section_of_the_recipe_aent_becomes_the_entropy_options():
 )
 def test_what_the_recipe_aent_leaves_out_has_its_defaults(aent, expected):
     draft = from_areal(BASE | {"actor": ACTOR | {"aent": aent}})
-    actor = read(GRPOConfig, nested({path: one.value for path, one in draft.options.items()})).config.actor
+    actor = read(GRPOConfig, nested({path: item.value for path, item in draft.options.items()})).config.actor
     assert (actor.entropy_coef, actor.entropy_clamp, actor.adaptive_entropy) == expected
     assert "missing" not in [note.fate for key, note in draft.notes.items() if key.startswith("actor.aent")]

@@ -107,8 +107,8 @@ WRONG = {(path, system) for path in FILES for system in SYSTEMS if not path.name
 
 @pytest.mark.parametrize(("path", "system"), sorted(WRONG), ids=lambda value: getattr(value, "stem", value))
 def test_a_file_of_another_system_is_refused_and_its_own_is_named(path, system):
-    own = path.name.partition("_")[0]
-    with raises_code("config.unreadable_file", path, f"areal config import {own} "):
+    ours = path.name.partition("_")[0]
+    with raises_code("config.unreadable_file", path, f"areal config import {ours} "):
         run_command(["config", "import", system, str(path)])
 
 
@@ -190,14 +190,14 @@ def test_a_comment_says_that_a_key_without_a_value_has_its_default(text, lost, o
 
 def test_a_key_with_a_variable_that_a_script_does_not_set_is_missing_with_its_name(imported):
     text = "A=a\nrun data.train_files=$A data.val_files=\"['$TEST', 'b']\" trainer.nnodes=${NODES}\n"
-    found = imported("verl", text, name="f.sh")
-    fates, values, texts = found.fates, found.of_keys("value"), found.of_keys("text")
+    result = imported("verl", text, name="f.sh")
+    fates, values, texts = result.fates, result.of_keys("value"), result.of_keys("text")
     assert (fates["data.train_files"], values["data.train_files"]) == ("kept", "a")
     for key, value, name in (("data.val_files", ["$TEST", "b"], "$TEST"), ("trainer.nnodes", "$NODES", "$NODES")):
         assert (fates[key], values[key], name in texts[key]) == ("missing", value, True)
-    assert not found.values.keys() & {"valid_dataset.path", "cluster.n_nodes"}
-    found = imported("verl", text, "data.val_files=v", "trainer.nnodes=2", name="f.sh")
-    assert "missing" not in found.fates.values()
+    assert not result.values.keys() & {"valid_dataset.path", "cluster.n_nodes"}
+    result = imported("verl", text, "data.val_files=v", "trainer.nnodes=2", name="f.sh")
+    assert "missing" not in result.fates.values()
 
 
 def test_secrets_are_in_the_file_but_in_no_report(tmp_path, capsys):
@@ -236,5 +236,5 @@ def test_a_bad_file_of_defaults_is_named(first, second, named, tmp_path):
 def test_a_file_that_two_files_of_defaults_include_is_no_cycle(tmp_path, imported):
     for name, text in (("a", "defaults: [c]"), ("b", "defaults: [c]"), ("c", TEXT)):
         (tmp_path / f"{name}.yaml").write_text(text)
-    found = imported("verl", "defaults: [a, b]\ndata: {train_files: t}\n")
-    assert found.values["train_dataset.batch_size"] == 8
+    result = imported("verl", "defaults: [a, b]\ndata: {train_files: t}\n")
+    assert result.values["train_dataset.batch_size"] == 8

@@ -43,7 +43,7 @@ def files(tmp_path_factory) -> dict[str, str]:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_roll))
     (folder / "chats.jsonl").write_text("".join(json.dumps(verl_row(row)) + "\n" for row in rows))
     turns = [(f"{n}+1=", str(n + 1)) for n in range(64)]
-    talks = [[{"role": "user", "content": one}, {"role": "assistant", "content": two}] for one, two in turns]
+    talks = [[{"role": "user", "content": item}, {"role": "assistant", "content": two}] for item, two in turns]
     (folder / "talks.jsonl").write_text("".join(json.dumps({"talk": talk}) + "\n" for talk in talks))
     (folder / "reward.py").write_text(
         "def score(prompt, completion, prompt_ids, completion_ids, **row):\n    return 1.0\n"
@@ -80,12 +80,12 @@ def of_example(path: Path, files: dict[str, str], imported, folder: Path) -> tup
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_key_is_classified_and_the_result_can_start(path, files, imported, tmp_path, monkeypatch):
-    output, found = of_example(path, files, imported, tmp_path)
-    for entry in found.report["keys"]:
+    output, result = of_example(path, files, imported, tmp_path)
+    for entry in result.report["keys"]:
         assert entry["fate"] in ("kept", "computed", "server", "dropped", "missing")
         assert entry["text"] not in ("", "no counterpart is known")
-        assert entry["fate"] != "kept" or set(entry["text"].split(", ")) <= found.values.keys()
-    assert all(option["origin"] for option in found.report["options"].values())
+        assert entry["fate"] != "kept" or set(entry["text"].split(", ")) <= result.values.keys()
+    assert all(option["origin"] for option in result.report["options"].values())
     assert bool(dry_run(output, monkeypatch, tries_row=False).num_servers) == ("sft" not in path.stem)
 
 
@@ -113,11 +113,11 @@ def with_unknown_keys(tree: dict, random: Random, added: dict[str, object], pref
 
 
 def leaf_keys(tree: dict, prefix: str = "") -> list[str]:
-    found = []
+    result = []
     for key, value in tree.items():
         path = f"{prefix}{key}"
-        found += leaf_keys(value, f"{path}.") if isinstance(value, dict) and value else [path]
-    return found
+        result += leaf_keys(value, f"{path}.") if isinstance(value, dict) and value else [path]
+    return result
 
 
 TREES = [path for path in EXAMPLES if path.suffix != ".sh"]  # words of a script are keys of a tree
@@ -130,15 +130,15 @@ def test_every_leaf_key_is_in_the_report_exactly_once(path, imported):
     tree = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     added: dict[str, object] = {}
     changed = with_unknown_keys(tree, Random(path.stem), added)
-    found = imported(path.name.partition("_")[0], yaml.safe_dump(changed, sort_keys=False))
-    assert sorted(entry["key"] for entry in found.report["keys"]) == sorted(leaf_keys(changed))
-    kept = {key for key, fate in found.fates.items() if "unknown_" in key and fate == "kept"}
+    result = imported(path.name.partition("_")[0], yaml.safe_dump(changed, sort_keys=False))
+    assert sorted(entry["key"] for entry in result.report["keys"]) == sorted(leaf_keys(changed))
+    kept = {key for key, fate in result.fates.items() if "unknown_" in key and fate == "kept"}
     assert {key.partition(".")[0] for key in kept} <= {"sglang", "vllm"}  # flags under the same names
     top = [key for key in leaf_keys(changed) if key.startswith("unknown_")]
     with_value = [key for key in top if added[key.partition(".")[0]] not in (None, {}) and not key.endswith(".z")]
-    assert {found.fates[key] for key in with_value} <= {"missing"}
-    reasons = {text for key, text in found.of_keys("text").items() if "unknown_" in key}
-    assert not {reason for reason in reasons & IS_OFF.keys() if IS_OFF[reason] in found.values}
+    assert {result.fates[key] for key in with_value} <= {"missing"}
+    reasons = {text for key, text in result.of_keys("text").items() if "unknown_" in key}
+    assert not {reason for reason in reasons & IS_OFF.keys() if IS_OFF[reason] in result.values}
 
 
 WITH_REWARDS = [path for path in EXAMPLES if not {"agent", "sft"} & set(path.stem.split("_"))]
@@ -152,18 +152,20 @@ def test_the_reward_of_each_can_be_called_on_row_0(path, files, imported, tmp_pa
 
 
 def dry_run(path: Path, monkeypatch, tries_row: bool):
-    monkeypatch.setattr(local, "server_problems", lambda *given: [])  # SGLang, vLLM and Megatron-Core are not installed
-    monkeypatch.setattr(mesh_rules, "package_problem", lambda *given: None)
+    monkeypatch.setattr(
+        local, "server_problems", lambda *inputs: []
+    )  # SGLang, vLLM and Megatron-Core are not installed
+    monkeypatch.setattr(mesh_rules, "package_problem", lambda *passed: None)
     request = read_command_line(["--config", str(path), "--dry-run"], launcher="ray")
     cluster = request.config.cluster
     gpus = tuple(map(str, range(cluster.n_gpus_per_node)))
     machines = [Machine(cores=64, gpus=gpus, host=Host(node=f"n{n}")) for n in range(cluster.n_nodes)]
     monkeypatch.setattr(local, "nccl_versions", lambda config: None)
-    monkeypatch.setattr(preflight, "_package_problems", lambda *given, asks: [])  # a process: test_tracker_check.py
+    monkeypatch.setattr(preflight, "_package_problems", lambda *args, asks: [])  # a process: test_tracker_check.py
     if not tries_row:  # it starts a process
         monkeypatch.setattr(local, "tried_row", lambda config: local.TriedRow())
         # a process, which tests/models/test_packed_families.py starts
-        monkeypatch.setattr(preflight, "_answer_about", lambda config, *given: json.dumps(build.refused_models(config)))
+        monkeypatch.setattr(preflight, "_answer_about", lambda config, *args: json.dumps(build.refused_models(config)))
     monkeypatch.setattr(local, "reward_notice", lambda config: "")  # another process
     return checked_plan(request, machines, StatusLine())
 
@@ -204,21 +206,21 @@ OF_EXAMPLES = {
 @pytest.mark.parametrize("name", OF_EXAMPLES)
 def test_options_and_fates_of_an_example(name, files, imported, tmp_path):
     values, fates = OF_EXAMPLES[name]
-    _, found = of_example(next(path for path in EXAMPLES if path.stem == name), files, imported, tmp_path)
-    assert {option: found.values[option] for option in values} == values
-    assert {key: found.fates[key] for key in fates} == fates
-    assert name != "areal_v1_agent" or "missing" not in found.fates.values()
+    _, result = of_example(next(path for path in EXAMPLES if path.stem == name), files, imported, tmp_path)
+    assert {option: result.values[option] for option in values} == values
+    assert {key: result.fates[key] for key in fates} == fates
+    assert name != "areal_v1_agent" or "missing" not in result.fates.values()
 
 
 def test_what_has_no_counterpart_is_missing_and_in_the_file(files, imported, tmp_path):
     path = next(path for path in EXAMPLES if path.stem == "cosmos_lora_fp8")
-    output, found = of_example(path, files, imported, tmp_path)
-    missing = {key for key, fate in found.fates.items() if fate == "missing"}
-    assert found.of_keys("text")["policy.lora.r"] == "actor.lora.rank"
-    assert found.of_keys("text")["policy.lora.lora_alpha"] == "actor.lora.alpha"
+    output, result = of_example(path, files, imported, tmp_path)
+    missing = {key for key, fate in result.fates.items() if fate == "missing"}
+    assert result.of_keys("text")["policy.lora.r"] == "actor.lora.rank"
+    assert result.of_keys("text")["policy.lora.lora_alpha"] == "actor.lora.alpha"
     assert "policy.parallelism.pp_size" in missing
-    assert found.of_keys("text")["rollout.quantization"] == "vllm.quantization"
-    assert found.values["actor.fp8.recipe"] == "rowwise"  # cosmos-rl's default
+    assert result.of_keys("text")["rollout.quantization"] == "vllm.quantization"
+    assert result.values["actor.fp8.recipe"] == "rowwise"  # cosmos-rl's default
     text = output.read_text()
     assert all(f"# missing: {key}=" in text for key in missing)
     for line in text.splitlines():
@@ -340,11 +342,11 @@ CASES = {
 def test_options_of(name, imported, monkeypatch):
     monkeypatch.setenv("HOME", "/home/u")
     case = CASES[name]
-    found = imported(case.system, case.text, *case.words, name=case.name)
-    assert {option: found.values.get(option) for option in case.values} == case.values
-    missing = [key for key, fate in found.fates.items() if fate == "missing"]
+    result = imported(case.system, case.text, *case.words, name=case.name)
+    assert {option: result.values.get(option) for option in case.values} == case.values
+    missing = [key for key, fate in result.fates.items() if fate == "missing"]
     assert case.is_missing is None or sorted(missing) == sorted(case.is_missing)
-    assert "recover.mode" not in case.values or "AReaL" in found.report["options"]["recover.mode"]["origin"]
+    assert "recover.mode" not in case.values or "AReaL" in result.report["options"]["recover.mode"]["origin"]
 
 
 @pytest.mark.parametrize(
@@ -384,12 +386,12 @@ def test_the_files_of_hydra_defaults_are_composed(imported, tmp_path):
         "defaults:\n- base\n- actor@actor_rollout_ref.actor: dp\n- critic: none_there\n- _self_\n"
         "- override hydra/job_logging: none\ndata: {train_batch_size: 64}\n"
     )
-    found = imported("verl", main, name="config/main.yaml")
-    assert found.values | {
+    result = imported("verl", main, name="config/main.yaml")
+    assert result.values | {
         "train_dataset.batch_size": 64, "train_dataset.path": "a.parquet", "total_train_epochs": 2,
         "actor.path": "org/m", "actor.eps_clip": 0.3, "actor.optimizer.lr": 1e-6,
-    } == found.values  # fmt: skip
-    assert [key for key in found.fates if key.startswith("defaults")] == ["defaults.critic"]
+    } == result.values  # fmt: skip
+    assert [key for key in result.fates if key.startswith("defaults")] == ["defaults.critic"]
 
 
 def test_one_override_changes_every_option_that_refers_to_it(files, imported, tmp_path):

@@ -26,8 +26,8 @@ class System(NamedTuple):
         start, dot, rest = key.partition(".")
         return f"{self.short[start]}.{rest}" if dot and start in self.short else key
 
-    def draft(self, given: dict[str, Any]) -> Draft:
-        return self.translate({self.key(key): value for key, value in (self.base | given).items()})
+    def draft(self, inputs: dict[str, Any]) -> Draft:
+        return self.translate({self.key(key): value for key, value in (self.base | inputs).items()})
 
 
 OF_VERL = {name[0].upper(): f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model")}
@@ -120,8 +120,8 @@ ROWS: dict[str, list[tuple[System, dict[str, Any], dict[str, Any], Any]]] = {
           "total_train_steps": 10, "evaluator.freq_steps": 3, "allocation_mode": "vllm:d4t4+fsdp:d8",
           "cluster.n_nodes": 3,
           "actor.recompute_logprob": False}, "~missing"),
-        *((V, given, {"rollout.max_head_offpolicyness": staleness, "allocation_mode": devices}, "~missing")
-          for given, staleness, devices in (
+        *((V, item, {"rollout.max_head_offpolicyness": staleness, "allocation_mode": devices}, "~missing")
+          for item, staleness, devices in (
               ({}, 0, "vllm:d2t2+fsdp:d4"),
               ({"trainer.v1.trainer_mode": "sync", "R.nnodes": 0}, 0, "vllm:d2t2+fsdp:d4"),
               ({"trainer.v1.trainer_mode": "colocate_async"}, 1, "vllm:d2t2+fsdp:d4"),
@@ -228,7 +228,7 @@ ROWS: dict[str, list[tuple[System, dict[str, Any], dict[str, Any], Any]]] = {
           "computed": "A.freeze_vision_tower A.router_replay.mode"}),
     ],
     "devices of verl are enough for both halves": [
-        *((VV, given, {"allocation_mode": mode, "cluster.n_nodes": nodes}, {}) for given, mode, nodes in (
+        *((VV, item, {"allocation_mode": mode, "cluster.n_nodes": nodes}, {}) for item, mode, nodes in (
             ({}, "vllm:d2t2+fsdp:d4", None),
             ({"R.tensor_model_parallel_size": 8}, "vllm:d1t4+fsdp:d4", None),
             ({"trainer.n_gpus_per_node": 1, "R.tensor_model_parallel_size": 1}, "vllm:d1+fsdp:d1", 2),
@@ -254,18 +254,18 @@ ROWS: dict[str, list[tuple[System, dict[str, Any], dict[str, Any], Any]]] = {
          {"actor.mb_spec.max_tokens_per_mb": 4000}, {}),
     ],
     "evaluations of verl": [
-        *((VV, {"R.val_kwargs.do_sample": True, "R.val_kwargs.temperature": 1.0} | given,
+        *((VV, {"R.val_kwargs.do_sample": True, "R.val_kwargs.temperature": 1.0} | item,
            {"valid_dataset.path": path, "evaluator.modes": path and ["sampled"],
-            "evaluator.eval_before_train": given.get("trainer.val_before_train", True) if path else None}, fate)
-          for given, path, fate in (
+            "evaluator.eval_before_train": item.get("trainer.val_before_train", True) if path else None}, fate)
+          for item, path, fate in (
               ({"trainer.test_freq": -1, "trainer.val_before_train": False}, None, {"dropped": "trainer.test_freq"}),
               ({"trainer.val_before_train": False}, None, "~missing"),
               ({"trainer.test_freq": -1}, "v", {"dropped": "trainer.test_freq"}),
               ({"trainer.test_freq": 5, "trainer.val_before_train": False}, "v", {"kept": "trainer.test_freq"}),
               ({"async_training.require_batches": 1, "trainer.val_before_train": False}, "v", "~missing"))),
-        *((VV, {f"R.{key}": value for key, value in given.items()},
+        *((VV, {f"R.{key}": value for key, value in item.items()},
            {"evaluator.modes": [mode], f"{EVAL}.temperature": 0.6 if mode == "sampled" else None}, {})
-          for given, mode in (({}, "greedy"), ({"val_kwargs.do_sample": True}, "greedy"),
+          for item, mode in (({}, "greedy"), ({"val_kwargs.do_sample": True}, "greedy"),
                               ({"val_kwargs.do_sample": True, "val_kwargs.temperature": 0.6}, "sampled"),
                               ({"val_kwargs.temperature": 0.6}, "sampled"),
                               ({"val_kwargs.temperature": 0.6, "mode": "sync"}, "greedy"))),
@@ -277,7 +277,7 @@ ROWS: dict[str, list[tuple[System, dict[str, Any], dict[str, Any], Any]]] = {
         (VV, {"data.max_prompt_length": 8, "data.max_response_length": 16, "data.filter_overlong_prompts": True},
          {"train_dataset.max_length": 8, "gconfig.max_new_tokens": 16, "gconfig.max_tokens": 24,
           "valid_dataset.truncation": "drop"}, {}),
-        *((VV, given, {"actor.eps_clip": 0.1, "actor.eps_clip_higher": upper}, {}) for given, upper in (
+        *((VV, item, {"actor.eps_clip": 0.1, "actor.eps_clip_higher": upper}, {}) for item, upper in (
             ({"A.clip_ratio_low": 0.1}, 0.2), ({"A.clip_ratio_low": 0.1, "A.clip_ratio_high": 0.3}, 0.3),
             ({"A.clip_ratio": 0.1}, None))),
         *((VV, {"A.policy_loss.loss_mode": mode, "A.loss_agg_mode": "token-mean", "A.clip_ratio_c": 10.0},
@@ -321,7 +321,7 @@ ROWS: dict[str, list[tuple[System, dict[str, Any], dict[str, Any], Any]]] = {
           "reward.by_source.gsm": {"math": 1.0}, "reward.by_source.code": {"code": 1.0},
           "reward.by_source.other": None},
          {"dropped": "rewards.code_sandbox.tag_included", "missing": "rewards.llm_judge.tag_included"}),
-        *((R, {"adv_estimator": "reinforce"} | given, {"actor.reward_norm": norm}, fate) for given, norm, fate in (
+        *((R, {"adv_estimator": "reinforce"} | item, {"actor.reward_norm": norm}, fate) for item, norm, fate in (
             ({"reward_norm": "group"}, GROUP, {"computed": "reward_norm"}),
             ({"norm_mean_type": "group", "norm_std_type": None}, GROUP | {"std_level": None}, "~missing"),
             ({"norm_mean_type": "running", "norm_std_type": "batch"}, BATCH | {"mean_level": None},
@@ -339,9 +339,9 @@ ROWS: dict[str, list[tuple[System, dict[str, Any], dict[str, Any], Any]]] = {
           for clip, fate in ((10.0, "dropped"), (2.0, "missing"), (0.2, "missing"))),
         (R, {"num_return_sequences_in_group": 8, "advantage_clip": 10.0, "adv_estimator": "reinforce"}, {},
          {"missing": "advantage_clip"}),
-        *((RA, given, {"actor.adv_estimator": estimator, "actor.reward_norm": norm,
+        *((RA, item, {"actor.adv_estimator": estimator, "actor.reward_norm": norm,
                        "actor.gae_lambda": 1.0 if estimator == "gae" else None}, {fate: "adv_estimator"})
-          for given, estimator, norm, fate in (
+          for item, estimator, norm, fate in (
               ({"adv_estimator": "step_reinforce"}, "gae", None, "computed"),
               ({"adv_estimator": "reinforce", "N.method": "identity"}, "gae", None, "computed"),
               ({"adv_estimator": "agentic_reinforce"}, "gae", None, "computed"),
@@ -407,10 +407,10 @@ ROWS: dict[str, list[tuple[System, dict[str, Any], dict[str, Any], Any]]] = {
           for ratio, staleness in ((0, 0), (0.5, 1), (1, 1), (1.5, 2))),
     ],
     "schedules of ROLL count optimiser updates": [
-        *((RS, {"S.strategy_name": strategy} | given, {"actor.ppo_n_minibatches": count, WARM: share},
+        *((RS, {"S.strategy_name": strategy} | item, {"actor.ppo_n_minibatches": count, WARM: share},
              {"computed": "T.warmup_steps"})
           for strategy in ("deepspeed_train", "fsdp2_train", "megatron_train")
-          for given, count, share in (({}, 16, 20 / 16000), ({"ppo_epochs": 2}, 16, 20 / 32000))),
+          for item, count, share in (({}, 16, 20 / 16000), ({"ppo_epochs": 2}, 16, 20 / 32000))),
         (RS, {"S.strategy_name": "megatron_train", "S.strategy_config.tensor_model_parallel_size": 4},
          {WARM: 20 / 4 / 16000}, {}),
         (RS, {"S.strategy_name": "fsdp2_train", "S.strategy_config.tensor_model_parallel_size": 4}, {WARM: 20 / 16000},
@@ -460,10 +460,10 @@ ROWS: dict[str, list[tuple[System, dict[str, Any], dict[str, Any], Any]]] = {
           "valid_dataset.columns": {"talk": "messages", "ground_truth": "answer"}}, {}),
         (R, {"D.messages": "messages", "D.response": "r"}, {"train_dataset.columns": {"r": "answer"}},
          {"dropped": "D.messages"}),
-        *((R, {f"M.{name}": value for name, value in given.items()}, dict(zip(
-            ("actor.lora.rank", "actor.lora.alpha", "actor.lora.target_modules", "actor.lora.dropout"), found,
+        *((R, {f"M.{name}": value for name, value in lora.items()}, dict(zip(
+            ("actor.lora.rank", "actor.lora.alpha", "actor.lora.target_modules", "actor.lora.dropout"), item,
              strict=True)), {})
-          for given, found in (({"lora_rank": 8}, (None,) * 4), ({"lora_target": "all"}, (8, 16, "all-linear", None)),
+          for lora, item in (({"lora_rank": 8}, (None,) * 4), ({"lora_target": "all"}, (8, 16, "all-linear", None)),
                                ({"lora_target": "q|v", "lora_rank": 4, "lora_dropout": 0.1}, (4, 8, "q|v", 0.1)),
                                ({"lora_rank": 8, "lora_alpha": 16, "lora_target": "a, b"}, (8, 16, ["a", "b"], None)))),
         (R, {"actor_train.use_dynamic_batching_in_train": True, "actor_train.max_tokens_per_microbatch_in_train": 4096},
@@ -509,11 +509,11 @@ ROWS: dict[str, list[tuple[System, dict[str, Any], dict[str, Any], Any]]] = {
         *((C, {"train.train_batch_per_replica": 64, "P.batch_size_per_optimize": 8, "Z.dp_shard_size": ranks},
            {"actor.ppo_n_minibatches": count}, {}) for ranks, count in ((1, 8), (4, 2), (8, 1), (16, 1))),
         (C, {"P.max_token_len_per_mini_batch": 1000, "Z.cp_size": 4}, {"actor.mb_spec.max_tokens_per_mb": 4000}, {}),
-        *((C, {f"P.{name}": value for name, value in given.items()} | {"train.train_batch_per_replica": 32,
+        *((C, {f"P.{name}": value for name, value in item.items()} | {"train.train_batch_per_replica": 32,
              "Z.n_init_replicas": 2,
            "Z.tp_size": 1, "P.loss_type": "token-sum"},
            {"actor.loss_aggregation": "token-sum", "actor.loss_scale_tokens": scale}, {})
-          for given, scale in (({}, 32), ({"mini_batch": 4}, 16), ({"batch_size_per_optimize": 8}, 8),
+          for item, scale in (({}, 32), ({"mini_batch": 4}, 16), ({"batch_size_per_optimize": 8}, 8),
           ({"mini_batch": 64}, 2))),
         (C, {"P.loss_type": "token-sum", "P.max_token_len_per_mini_batch": 1000},
          {"actor.loss_aggregation": None, "actor.loss_scale_tokens": None}, {"missing": "P.loss_type"}),
@@ -523,8 +523,8 @@ ROWS: dict[str, list[tuple[System, dict[str, Any], dict[str, Any], Any]]] = {
               (128, 1, 8, "computed"), (8, 1, 1, "missing"), (100, 1, 6, "missing"), (8, 2, 1, "computed"))),
     ],
     "optimisers of cosmos-rl": [
-        *((C, {f"train.{name}": value for name, value in given.items()}, {WARM: share},
-           {fate: "train.optm_warmup_steps"} if fate else {}) for given, share, fate in (
+        *((C, {f"train.{name}": value for name, value in item.items()}, {WARM: share},
+           {fate: "train.optm_warmup_steps"} if fate else {}) for item, share, fate in (
               ({}, 0.0, None), ({"max_num_steps": 200}, 0.1, None), ({"optm_warmup_steps": 20}, None, "missing"),
               ({"optm_warmup_steps": 20, "max_num_steps": 10}, 1.0, "computed"), ({"optm_warmup_steps": 0.03}, 0.03,
                "kept"),
@@ -552,8 +552,8 @@ ROWS: dict[str, list[tuple[System, dict[str, Any], dict[str, Any], Any]]] = {
          {"allocation_mode": "vllm:d1t2+fsdp:d1t2"},
          {"missing": "O.pp_size rollout.backend", "computed": "train.optm_lr"}),
         (C, {"rollout.backend": "vllm_async"}, {}, "computed"),
-        *((CB, {f"Z.{name}": size for name, size in given.items()} | {"O.tp_size": 4},
-           {"allocation_mode": mode, "cluster.n_nodes": nodes}, {}) for given, mode, nodes in (
+        *((CB, {f"Z.{name}": size for name, size in item.items()} | {"O.tp_size": 4},
+           {"allocation_mode": mode, "cluster.n_nodes": nodes}, {}) for item, mode, nodes in (
               ({"tp_size": 2, "dp_shard_size": 4}, "vllm:d1t4+fsdp:d4t2", 2),
               ({"pp_size": 2, "tp_size": 2}, "vllm:d1t4+megatron:d1t2p2", None),
               ({"pp_size": 2, "dp_shard_size": 2, "tp_size": 1}, "vllm:d1t4+megatron:d2p2", None))),
@@ -631,15 +631,15 @@ ROWS: dict[str, list[tuple[System, dict[str, Any], dict[str, Any], Any]]] = {
            {"saver.freq_steps": steps, "saver.freq_epochs": epochs or None}, {}) for epochs, steps in ((2, None), (0,
             7))),
         *((CE, {"X.top_p": 0.9, "X.repetition_penalty": 1.3, "E.max_response_length": 99,
-             "E.repetition_penalty": 1.1} | given,
+             "E.repetition_penalty": 1.1} | item,
            {"evaluator.modes": [mode], f"{EVAL}.top_p": top_p, f"{EVAL}.max_new_tokens": 99,
             f"{EVAL}.repetition_penalty": 1.1}, {})
-          for given, mode, top_p in (({}, "greedy", None), ({"E.temperature": 0.6, "E.top_k": 50}, "sampled", 0.9))),
-        *((CE, {"E.temperature": temperature, "E.n_generation": 4} | given,
+          for item, mode, top_p in (({}, "greedy", None), ({"E.temperature": 0.6, "E.top_k": 50}, "sampled", 0.9))),
+        *((CE, {"E.temperature": temperature, "E.n_generation": 4} | item,
            {"evaluator.modes": [mode], "evaluator.n_samples": 4 if mode == "sampled" else None,
             f"{EVAL}.temperature": 0.6 if mode == "sampled" else None,
             f"{EVAL}.max_new_tokens": 2048 if mode == "sampled" else None, f"{EVAL}.top_k": top_k}, fate)
-          for temperature, given, mode, top_k, fate in (
+          for temperature, item, mode, top_k, fate in (
               (None, {}, "greedy", None, "~missing"), (0.6, {}, "greedy", None, "~missing"),
               (0.6, {"E.top_k": 1}, "greedy", None, "~missing"), (0.6, {"E.top_k": -1}, "sampled", None,
                {"dropped": "E.top_k"}),
@@ -656,11 +656,11 @@ ROWS: dict[str, list[tuple[System, dict[str, Any], dict[str, Any], Any]]] = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_what_keys_become(name):
-    for system, given, options, fate in ROWS[name]:
-        draft = system.draft(given)
-        where = f"{name}: {given}"
+    for system, item, options, fate in ROWS[name]:
+        draft = system.draft(item)
+        where = f"{name}: {item}"
         assert dict(zip(options, values(draft, *options), strict=True)) == options, where
-        of_given = {key: draft.notes[system.key(key)].fate for key in given}
+        of_given = {key: draft.notes[system.key(key)].fate for key in item}
         if fate == "~missing":
             assert "missing" not in of_given.values(), (where, of_given)
         elif isinstance(fate, str):
@@ -702,7 +702,7 @@ def test_diffusion_models_of_roll_are_refused():
 
 def test_the_origin_of_a_default_of_roll_names_it_and_a_null_is_a_default():
     key = "actor_train.training_args.learning_rate"
-    origins = [R.draft(given).options[f"{OPT}.lr"].origin for given in ({}, {key: None}, {key: 1e-6})]
+    origins = [R.draft(item).options[f"{OPT}.lr"].origin for item in ({}, {key: None}, {key: 1e-6})]
     assert origins == [f"ROLL: its default of {key}"] * 2 + [f"ROLL: {key}"]
     null = R.draft({key: None})
     assert (null.values[key], fates(null, key), values(null, f"{OPT}.lr")) == (None, ["dropped"], (5e-5,))
@@ -713,12 +713,12 @@ def test_the_origin_of_a_default_of_roll_names_it_and_a_null_is_a_default():
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 def test_a_file_with_the_defaults_of_roll_written_out_is_the_file_without_them(estimator):
-    given = {"pretrain": "m", "adv_estimator": estimator, "response_length": 64, "validation.data_args.file_name": "v"}
-    short, long = from_roll(given), from_roll(DEFAULTS | given)
-    assert {key: one.value for key, one in short.options.items()} == {
-        key: one.value for key, one in long.options.items()
+    inputs = {"pretrain": "m", "adv_estimator": estimator, "response_length": 64, "validation.data_args.file_name": "v"}
+    short, long = from_roll(inputs), from_roll(DEFAULTS | inputs)
+    assert {key: item.value for key, item in short.options.items()} == {
+        key: item.value for key, item in long.options.items()
     }
-    assert short.notes.keys() == given.keys() == short.values.keys()
+    assert short.notes.keys() == inputs.keys() == short.values.keys()
 
 
 def test_a_key_of_a_tracker_is_in_no_output():

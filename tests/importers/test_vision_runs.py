@@ -39,8 +39,8 @@ def write_areal_file(folder: Path, name: str) -> Path:
 def test_the_import_makes_the_choices_of_the_script(tmp_path, capsys, name):
     assert run_command(["config", "import", "areal", str(write_areal_file(tmp_path, name)), "--json"]) == 0
     options = json.loads(capsys.readouterr().out)["options"]
-    found = {key: options[key]["value"] for key in ("workflow", "reward_fn", "train_dataset.map_fn")}
-    assert found == {"workflow": "vision_rlvr", "reward_fn": name, "train_dataset.map_fn": name}
+    result = {key: options[key]["value"] for key in ("workflow", "reward_fn", "train_dataset.map_fn")}
+    assert result == {"workflow": "vision_rlvr", "reward_fn": name, "train_dataset.map_fn": name}
     assert options["valid_dataset.map_fn"]["value"] == name
     assert options["vision.max_pixels"]["value"] == DATASETS[name][2]
 

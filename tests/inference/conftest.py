@@ -202,9 +202,9 @@ def drive() -> Callable[..., Driver]:
         drafts: Drafts | None = None,
         num_snapshots: int = 8,
     ) -> Driver:
-        own = copy.deepcopy(model)
-        use_paged_attention(own)
-        runner = ModelRunner(own, experts=experts, layout=layout)
+        ours = copy.deepcopy(model)
+        use_paged_attention(ours)
+        runner = ModelRunner(ours, experts=experts, layout=layout)
         snapshots = runner.states.allocate(max_running, num_snapshots)
         runner.allocate_cache(num_blocks)
         scheduler = Scheduler(
@@ -367,6 +367,6 @@ def serve_with(keep_engine: list[Engine]) -> Callable[..., AsyncIterator[Served]
 
 @pytest.fixture
 async def served(options: ServerOptions, serve_with: Callable[..., AsyncIterator[Served]]) -> AsyncIterator[Served]:
-    async for one in serve_with(options):
-        yield one
-        assert not one.task.done()
+    async for item in serve_with(options):
+        yield item
+        assert not item.task.done()

@@ -251,9 +251,9 @@ def test_prompts_are_scored_as_transformers_does(
         driver.run()
         assert sequence.num_cached == (0 if first == 1 else 96)
         scores, expected = sequence.scores, reference_logprobs(merged, prompt)[:-1]
-        assert all(math.isnan(one) for one in scores.logprobs[:first])
-        own = expected.gather(1, torch.tensor(prompt[1:])[:, None])[first - 1 :, 0]
-        assert torch.allclose(torch.tensor(scores.logprobs[first:]), own, atol=1e-4)
+        assert all(math.isnan(logprob) for logprob in scores.logprobs[:first])
+        ours = expected.gather(1, torch.tensor(prompt[1:])[:, None])[first - 1 :, 0]
+        assert torch.allclose(torch.tensor(scores.logprobs[first:]), ours, atol=1e-4)
         assert len(scores.top) == len(prompt)
         for place in range(first, len(prompt)):
             values, ids = expected[place - 1].topk(scoring.top_k)
@@ -285,10 +285,10 @@ async def test_what_a_request_can_ask_for(served: Any, build_model: Any, referen
         for more in ({}, {"raw_logprobs": True}, {"raw_logprobs": True, "top_k": 49})
     ]
     assert raw["output_ids"] == plain["output_ids"]
-    for one in (raw, special):
-        ids = PROMPT + one["output_ids"]
+    for each in (raw, special):
+        ids = PROMPT + each["output_ids"]
         exact = [reference_logprobs(model, ids)[i, ids[i + 1]].item() for i in range(len(PROMPT) - 1, len(ids) - 1)]
-        assert [entry[0] for entry in one["meta_info"]["output_token_logprobs"]] == pytest.approx(exact, abs=1e-4)
+        assert [entry[0] for entry in each["meta_info"]["output_token_logprobs"]] == pytest.approx(exact, abs=1e-4)
     whole = await served.generate(sampling_params={"max_new_tokens": None})
     assert whole["meta_info"]["completion_tokens"] == 240 - len(PROMPT)
 
@@ -336,14 +336,14 @@ def test_graphs_are_of_the_base_model(
     """A step with an adapter has no graph, and leaves nothing for the next one."""
     model = build_model("qwen3-gqa")
     folder, _ = write_adapter(model, 1)
-    found: list[list[Any]] = []
+    result: list[list[Any]] = []
     for is_graphed in (False, True):
         if is_graphed:
             with_graphs(monkeypatch)
         driver = drive(model)
         lengths = (0, 20), (load(driver, folder), 4)
-        found.append([driver.add(PROMPT, adapter=number, max_new_tokens=count) for number, count in lengths])
+        result.append([driver.add(PROMPT, adapter=number, max_new_tokens=count) for number, count in lengths])
         driver.run()
-    for plain, graphed in zip(*found, strict=True):
+    for plain, graphed in zip(*result, strict=True):
         assert graphed.answer_ids == plain.answer_ids
         assert graphed.logprobs == pytest.approx(plain.logprobs, abs=1e-5)

@@ -86,13 +86,13 @@ def test_rows_that_change_in_place_are_those_of_a_rebuild(actions, blocks, budge
         sampled = [*rows.sequences]
         if plan.chunks:
             last = [chunk for chunk in plan.chunks if chunk.is_last]
-            sampled = plan.decode + [one for chunk in last for one in (chunk.sequence, *chunk.siblings)]
+            sampled = plan.decode + [item for chunk in last for item in (chunk.sequence, *chunk.siblings)]
         else:
             rows.take_tokens(torch.tensor([(number + row) % 50 for row in range(len(sampled))]))
         scheduler.plan_ahead(plan)
         for row, sequence in enumerate(sampled):
             sequence.append((number + row) % 50, 0.0, "0")
-        scheduler.finish_many([(one, DONE) for one in sampled if one.num_output >= one.params.max_new_tokens])
+        scheduler.finish_many([(item, DONE) for item in sampled if item.num_output >= item.params.max_new_tokens])
         check_scheduler(scheduler)
 
 
@@ -105,8 +105,8 @@ def test_random_numbers_of_a_device_are_those_of_numpy():
         value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
         wanted.append(value ^ (value >> 31))
-    for found in (_scramble(seeds), _scramble(torch.from_numpy(seeds)).numpy()):
-        assert found.astype(np.uint64).tolist() == wanted
+    for actual in (_scramble(seeds), _scramble(torch.from_numpy(seeds)).numpy()):
+        assert actual.astype(np.uint64).tolist() == wanted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -133,8 +133,8 @@ def test_drawing_by_parts_is_inversion_and_does_not_depend_on_other_rows(dtype):
         assert not 300 <= token < 700
     assert logprobs == pytest.approx([exact[row, token].item() for row, token in enumerate(tokens)], abs=1e-5)
     alone = [
-        sampler.sample(logits[row : row + 1], SampledRows.of([one], logits.device)).read()
-        for row, one in enumerate(sequences)
+        sampler.sample(logits[row : row + 1], SampledRows.of([each], logits.device)).read()
+        for row, each in enumerate(sequences)
     ]
     assert [([token], [logprob]) for token, logprob in zip(tokens, logprobs, strict=True)] == alone
 
@@ -181,8 +181,8 @@ def test_restricted_rows_draw_what_a_sort_of_the_vocabulary_gives(scale, rounded
         assert sums[min(rank, len(weights) - 1)] > uniform - 1e-3
         assert rank == 0 or sums[rank - 1] < uniform + 1e-3
     alone = [
-        sampler.sample(logits[row : row + 1], SampledRows.of([one], logits.device)).read()[0]
-        for row, one in enumerate(sequences)
+        sampler.sample(logits[row : row + 1], SampledRows.of([item], logits.device)).read()[0]
+        for row, item in enumerate(sequences)
     ]
     assert [[token] for token in tokens] == alone
 

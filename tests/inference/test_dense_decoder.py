@@ -21,12 +21,12 @@ def test_answers_are_those_of_transformers(build_model, drive, prompts, monkeypa
         each = [driver.add(prompt, group_id=group) for prompt, group in zip(prompts, groups, strict=True)]
         each += [driver.add(prompts[0], group_id=groups[0], seed=seed, temperature=0.8) for seed in (1, 2)]
         driver.run()
-        return driver.engine.runner, [(one.token_ids, one.logprobs) for one in each]
+        return driver.engine.runner, [(item.token_ids, item.logprobs) for item in each]
 
-    runner, found = answers()
+    runner, result = answers()
     assert dense_decoder(runner.model, runner.layer_shapes) is not None
     monkeypatch.setattr(model_runner, "dense_decoder", lambda model, shapes: None)
-    assert found == answers()[1]
+    assert result == answers()[1]
 
 
 PACKS = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -63,7 +63,7 @@ def test_packed_weights_give_the_logprobs_of_transformers(build_model, drive, pr
                 position = sequence.num_prompt + place
                 wanted = logits[position - 1, sequence.token_ids[position]].item()
                 assert sequence.logprobs[place] == pytest.approx(wanted, abs=2e-5 if dtype == torch.float32 else 0.5)
-    assert {version for one in each for version, _, _ in one.version_spans(0, 40)} == {"0", "1"}
+    assert {version for entry in each for version, _, _ in entry.version_spans(0, 40)} == {"0", "1"}
 
 
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=PACKS)])
@@ -158,4 +158,4 @@ def test_new_weights_are_used(build_model, drive, prompts):
     pairs = [(driver.add(prompt), fresh.add(prompt)) for prompt in prompts]
     driver.run()
     fresh.run()
-    assert all(one.token_ids == other.token_ids and one.logprobs == other.logprobs for one, other in pairs)
+    assert all(item.token_ids == other.token_ids and item.logprobs == other.logprobs for item, other in pairs)

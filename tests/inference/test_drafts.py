@@ -26,7 +26,7 @@ class Guesses(Drafts):
 
     def proposed(self, tokens: list[int], price: float) -> tuple[list[int], int]:
         super().proposed(tokens, price)
-        whole = next((one for one in self._right.values() if one[: len(tokens)] == tokens), [])
+        whole = next((item for item in self._right.values() if item[: len(tokens)] == tokens), [])
         draft = whole[len(tokens) : len(tokens) + self._random.randrange(9)]
         if draft and self._random.random() < 0.5:
             draft[self._random.randrange(len(draft))] = self._random.randrange(VOCABULARY)
@@ -63,11 +63,11 @@ def answers_of(driver, prompts, kinds) -> list[Sequence]:
     return each
 
 
-def assert_equal_answers(found: list[Sequence], wanted: list[Sequence]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert (one.token_ids, one.finish) == (other.token_ids, other.finish)
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-        assert one.version_starts == other.version_starts
+def assert_equal_answers(result: list[Sequence], wanted: list[Sequence]) -> None:
+    for item, other in zip(result, wanted, strict=True):
+        assert (item.token_ids, item.finish) == (other.token_ids, other.finish)
+        assert item.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert item.version_starts == other.version_starts
 
 
 @pytest.mark.parametrize("family", ["qwen3-gqa", "qwen2-windows", "gemma2", "gpt_oss", "deepseek_v3"])
@@ -76,12 +76,12 @@ def test_answers_are_those_without_drafts(build_model, drive, prompts, family):
     model = build_model(family)
     kinds = list(REQUESTS) if family == "qwen3-gqa" else ["greedy", "sampled", "stops"]
     wanted = answers_of(drive(model, num_blocks=400, max_running=80), prompts, kinds)
-    drafts = Guesses({tuple(one.token_ids): one.token_ids for one in wanted})
+    drafts = Guesses({tuple(item.token_ids): item.token_ids for item in wanted})
     driver = drive(model, num_blocks=400, max_running=80, drafts=drafts)
     assert_equal_answers(answers_of(driver, prompts, kinds), wanted)
     scheduler = driver.engine.scheduler
     assert 0 < scheduler.num_accepted_tokens < scheduler.num_drafted_tokens
-    assert driver.engine.counters.generated_tokens == sum(one.num_output for one in wanted)
+    assert driver.engine.counters.generated_tokens == sum(item.num_output for item in wanted)
     assert not drafts._answers
     assert not drafts._histories
 
@@ -91,7 +91,7 @@ def test_drafts_take_no_block_from_an_answer(build_model, drive, prompts, num_bl
     """With few blocks, where sequences are preempted."""
     model = build_model("qwen3-gqa")
     wanted = answers_of(drive(model), prompts, ["greedy", "sampled"])
-    drafts = Guesses({tuple(one.token_ids): one.token_ids for one in wanted})
+    drafts = Guesses({tuple(item.token_ids): item.token_ids for item in wanted})
     driver = drive(model, num_blocks=num_blocks, drafts=drafts)
     assert_equal_answers(answers_of(driver, prompts, ["greedy", "sampled"]), wanted)
     assert driver.engine.scheduler.num_preemptions > 0
@@ -112,8 +112,8 @@ def test_siblings_forked_from_one_prompt_draft_from_each_other(build_model, driv
     drafts = Drafts()
     drafts.payoff.price = lambda count: 0.01
     plain, wanted = answers(None)
-    driver, found = answers(drafts)
-    assert_equal_answers(found, wanted)
+    driver, actual = answers(drafts)
+    assert_equal_answers(actual, wanted)
     assert driver.engine.scheduler.num_accepted_tokens > 10
     assert driver.engine.counters.steps < plain.engine.counters.steps
 
@@ -129,7 +129,7 @@ def test_a_weight_update_between_two_steps(build_model, drive, prompts, mode):
     for name, tensor in new.state_dict().items():
         driver.engine.weights.receive_value(name, tensor)
     driver.engine.install_weights("1", mode)
-    counts = [one.num_output for one in each]
+    counts = [entry.num_output for entry in each]
     driver.run()
     for sequence, count in zip(each, counts, strict=True):
         assert sequence.version_spans(0, 40) == [("0", 0, count), ("1", count, 40)]
@@ -157,12 +157,12 @@ def test_the_end_may_be_inside_an_accepted_draft(build_model, drive, prompts):
         drafts.payoff.price = lambda count: 0.0
         drafts.proposed = lambda tokens, price: (whole.token_ids[len(tokens) :][:12], 4)
         driver = drive(model, detokenizer=Letters(), drafts=drafts)
-        found = driver.add(prompts[1], **{"max_new_tokens": 30, **params})
+        result = driver.add(prompts[1], **{"max_new_tokens": 30, **params})
         driver.run()
-        assert found.token_ids == whole.token_ids[: whole.num_prompt + place + 1]
-        assert found.finish is not None
-        assert found.finish.kind == ("length" if "max_new_tokens" in params else "stop")
-        assert driver.engine.counters.generated_tokens == place + 1 == len(found.logprobs)
+        assert result.token_ids == whole.token_ids[: whole.num_prompt + place + 1]
+        assert result.finish is not None
+        assert result.finish.kind == ("length" if "max_new_tokens" in params else "stop")
+        assert driver.engine.counters.generated_tokens == place + 1 == len(result.logprobs)
         assert driver.engine.counters.steps < place
 
 
@@ -182,7 +182,7 @@ def test_the_distribution_is_that_without_drafts(build_model, drive, kind):
         ]
         driver.run()
         likely = counts[0][1] if counts else None
-        tokens = [one.token_ids[4] for one in each]
+        tokens = [item.token_ids[4] for item in each]
         if likely is None:
             likely = sorted(set(tokens), key=tokens.count)[-size:]
         counts.append(([tokens.count(token) for token in likely], likely))
@@ -204,7 +204,7 @@ def test_a_refused_draft_without_finite_keys_ends_no_answer(build_model, drive, 
             draft, matched = super().proposed(tokens, price)
             return [*draft[:2], 45, 3], matched
 
-    driver = drive(model, drafts=Bad({tuple(one.token_ids): one.token_ids for one in wanted}))
+    driver = drive(model, drafts=Bad({tuple(item.token_ids): item.token_ids for item in wanted}))
     assert_equal_answers(answers_of(driver, prompts, ["minimum"]), wanted)
     assert driver.engine.scheduler.num_drafted_tokens
     assert all(cache.blocks.isfinite().all() for cache in driver.engine.runner._caches.values())
@@ -256,7 +256,7 @@ def test_old_answers_are_forgotten(monkeypatch):
         drafts.begin(tokens, 2)
         tokens += [5] * 30
         drafts.end(tokens, is_sound=True)
-    assert drafts._num_kept == 282 == sum(len(one) + 64 for each in drafts._earlier.values() for one in each)
+    assert drafts._num_kept == 282 == sum(len(item) + 64 for each in drafts._earlier.values() for item in each)
     assert len(drafts._earlier) == 3
 
 
@@ -294,7 +294,7 @@ def test_answers_without_a_token_or_with_an_error_are_not_kept():
         drafts.begin(tokens, 1)
         tokens += answer
         drafts.end(tokens, is_sound=is_sound)
-    assert [list(one) for each in drafts._earlier.values() for one in each] == [[7]]
+    assert [list(item) for each in drafts._earlier.values() for item in each] == [[7]]
 
 
 def test_a_prompt_that_always_has_a_running_answer_needs_bounded_memory(monkeypatch):

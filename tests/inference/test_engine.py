@@ -88,11 +88,11 @@ def test_siblings_share_the_prefill_and_free_it(build_model, drive, prompts):
     driver = drive(model)
     siblings = [driver.add(prompts[3], temperature=1.0, seed=n, group_id="g") for n in range(16)]
     driver.run()
-    assert [one.token_ids for one in siblings] == [one.token_ids for one in expected]
+    assert [sibling.token_ids for sibling in siblings] == [item.token_ids for item in expected]
     assert driver.engine.counters.computed_tokens == 37 + 16 * 7
     assert alone.engine.counters.computed_tokens == 37 + 15 * (37 - 32) + 16 * 7  # two full blocks
     assert driver.engine.scheduler.num_cached_tokens == 15 * 37
-    assert [one.num_cached for one in siblings] == [0] + [37] * 15
+    assert [sibling.num_cached for sibling in siblings] == [0] + [37] * 15
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_later_request_uses_keys_and_values_of_old_weights_only_if_the_update_
     driver.run()
     assert first.num_retractions == (mode == "retract")
     is_kept = mode == "in_place"
-    assert [one.num_cached for one in later] == ([32, 48] if is_kept else [32 * (mode == "retract"), 0])
+    assert [item.num_cached for item in later] == ([32, 48] if is_kept else [32 * (mode == "retract"), 0])
     for sequence in [] if is_kept else later:
         expect_logprobs(sequence, reference_logprobs(new, sequence.token_ids), 0, 8)
 
@@ -289,11 +289,11 @@ def test_a_request_whose_probabilities_are_not_finite_ends_alone_and_leaves_noth
         driver.add([*prompt, 45], max_new_tokens=20, group_id="bad")
         driver.add([*prompt, 45], max_new_tokens=20, group_id="bad", temperature=1.0, top_p=0.5)
     driver.run()
-    failed = [one for one in driver.finished if one.token_ids[one.num_prompt - 1] == 45]
-    assert [(one.finish.kind, one.num_output) for one in failed] == [("error", 0)] * 2 * len(good)
-    found = {one.request_id: one.answer_ids for one in driver.finished if one not in failed}
-    wanted = [next(one.answer_ids for one in expected.finished if one.token_ids[: len(p)] == p) for p in good]
-    assert [found[str(3 * place)] for place in range(len(good))] == wanted
+    failed = [item for item in driver.finished if item.token_ids[item.num_prompt - 1] == 45]
+    assert [(item.finish.kind, item.num_output) for item in failed] == [("error", 0)] * 2 * len(good)
+    actual = {item.request_id: item.answer_ids for item in driver.finished if item not in failed}
+    wanted = [next(each.answer_ids for each in expected.finished if each.token_ids[: len(p)] == p) for p in good]
+    assert [actual[str(3 * place)] for place in range(len(good))] == wanted
 
 
 def test_the_thread_serves_and_stops(build_model, drive, prompts):
@@ -336,12 +336,12 @@ def test_a_failing_step_is_reported_not_swallowed(build_model, drive, prompts):
 def test_a_stream_has_an_event_every_stream_interval_tokens(build_model, drive, prompts):
     driver = drive(build_model("qwen3-gqa"), num_blocks=9)  # so few that some are preempted
     made: list[tuple[Sequence, int]] = []
-    driver.engine._deliver = lambda finished, progressed: made.extend((one, one.num_output) for one in progressed)
+    driver.engine._deliver = lambda finished, progressed: made.extend((item, item.num_output) for item in progressed)
     streams = [driver.add(prompts[0], max_new_tokens=30) for _ in range(4)]
     for sequence, interval in zip(streams, (1, 8, 30, 0), strict=True):
         sequence.stream_interval = interval
     driver.run()
     assert driver.engine.scheduler.num_preemptions > 0
     for sequence, expected in zip(streams, ([*range(1, 30)], [8, 16, 24], [], []), strict=True):
-        assert [count for one, count in made if one is sequence] == expected  # the end is separate
+        assert [count for each, count in made if each is sequence] == expected  # the end is separate
     assert not torch.is_inference_mode_enabled()

@@ -23,7 +23,7 @@ async def test_a_group_answers_as_its_samples_alone(served):
     prompt = {"input_ids": PROMPT, "group_id": "g", "samples": samples}
     body = {**common, "sampling_params": sampling, "prompts": [prompt]}
     whole = await served.post("/generate_group", body)
-    assert [one["meta_info"]["id"] for one in whole] == [sample["rid"] for sample in samples]
+    assert [item["meta_info"]["id"] for item in whole] == [sample["rid"] for sample in samples]
     columns: list[list[Any]] = [[] for _ in samples]
     ends = [0] * len(samples)
     body |= {"stream": True, "sampling_params": {**sampling, "stream_interval": 16}}
@@ -33,11 +33,11 @@ async def test_a_group_answers_as_its_samples_alone(served):
             columns[number] += part["meta_info"]["output_token_logprobs"]
             ends[number] += part["meta_info"]["finish_reason"] is not None
     assert ends == [1] * len(samples)
-    for one, found, column in zip(alone, whole, columns, strict=True):
-        expected = one["meta_info"]["output_token_logprobs"]
-        assert [token for _, token, _ in column] == one["output_ids"] == found["output_ids"]
-        for logprobs in (column, found["meta_info"]["output_token_logprobs"]):
-            assert [one[0] for one in logprobs] == pytest.approx([one[0] for one in expected], abs=1e-5)
+    for each, actual, column in zip(alone, whole, columns, strict=True):
+        expected = each["meta_info"]["output_token_logprobs"]
+        assert [token for _, token, _ in column] == each["output_ids"] == actual["output_ids"]
+        for logprobs in (column, actual["meta_info"]["output_token_logprobs"]):
+            assert [logprob[0] for logprob in logprobs] == pytest.approx([item[0] for item in expected], abs=1e-5)
     assert not served.engine.scheduler.running
 
 
@@ -48,7 +48,7 @@ async def test_the_seed_of_a_sample_replaces_that_of_the_request_also_when_it_is
     prompt = {"input_ids": PROMPT, "samples": samples}
     body = {"sampling_params": {**sampling, "sampling_seed": 7}, "prompts": [prompt]}
     whole = await served.post("/generate_group", body)
-    assert [one["output_ids"] for one in whole] == [one["output_ids"] for one in alone]
+    assert [item["output_ids"] for item in whole] == [item["output_ids"] for item in alone]
     assert whole[0]["output_ids"] != whole[1]["output_ids"]
 
 
@@ -60,8 +60,8 @@ async def test_several_prompts_answer_as_each_alone(served):
     ]
     alone = [await served.post("/generate_group", {**common, "prompts": [prompt]}) for prompt in prompts]
     whole = await served.post("/generate_group", {**common, "prompts": prompts})
-    assert [one["meta_info"]["id"] for one in whole] == ["a", "b", "c"]
-    assert [one["meta_info"]["prompt_tokens"] for one in whole] == [len(PROMPT)] * 2 + [3]
+    assert [item["meta_info"]["id"] for item in whole] == ["a", "b", "c"]
+    assert [item["meta_info"]["prompt_tokens"] for item in whole] == [len(PROMPT)] * 2 + [3]
     for number, expected in ((0, alone[0][0]), (2, alone[1][0])):
         assert whole[number]["output_ids"] == expected["output_ids"]
     wrong = [
@@ -69,9 +69,9 @@ async def test_several_prompts_answer_as_each_alone(served):
         [prompts[0], {**prompts[1], "input_ids": [-1]}], [prompts[1]] * 300,
         [{**prompts[1], "samples": [{"rid": "a"}] * 3000}] * 2,
     ]  # fmt: skip
-    for one in wrong:
-        code = "request.duplicate_id" if one == wrong[5] else "request.invalid_field"
-        assert (await refused(served.post("/generate_group", {**common, "prompts": one}, 400)))[0] == code
+    for each in wrong:
+        code = "request.duplicate_id" if each == wrong[5] else "request.invalid_field"
+        assert (await refused(served.post("/generate_group", {**common, "prompts": each}, 400)))[0] == code
     for more in ({"input_ids": PROMPT}, {"samples": [{"rid": "a"}]}, {"group_id": "g"}, {"image_data": ["x"]}):
         body = {**common, "prompts": prompts, **more}
         assert (await refused(served.post("/generate_group", body, 400)))[0] == "request.invalid_field"

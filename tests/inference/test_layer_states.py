@@ -14,7 +14,7 @@ from tests.inference.test_parity import check_logprobs
 every_family = pytest.mark.parametrize("family", sorted(WITH_STATES))
 BARS = ("qwen3_5", "nemotron_h", "lfm2")
 in_parts_and_at_once = pytest.mark.parametrize(
-    ("family", "max_prefill_tokens"), [(family, 16) for family in sorted(WITH_STATES)] + [(one, 512) for one in BARS]
+    ("family", "max_prefill_tokens"), [(family, 16) for family in sorted(WITH_STATES)] + [(item, 512) for item in BARS]
 )
 
 

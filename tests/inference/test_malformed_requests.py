@@ -29,9 +29,9 @@ async def test_no_body_causes_a_server_error_or_stops_the_engine(served, path):
 
 @pytest.mark.parametrize(("rest", "status"), BROKEN_BODIES)
 async def test_a_broken_body_is_refused_without_a_traceback(served, caplog, rest, status):
-    found = await send_broken(served.address, "/generate", rest, is_cut=not status)
-    assert status in found
-    assert b" 500 " not in found
+    result = await send_broken(served.address, "/generate", rest, is_cut=not status)
+    assert status in result
+    assert b" 500 " not in result
     assert [record for record in caplog.records if record.exc_info] == []
     await asyncio.to_thread(check_alive, served.address)
 

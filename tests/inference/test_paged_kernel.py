@@ -84,11 +84,11 @@ def test_graphs_give_the_answers_of_steps_without_them(family, build_model, driv
         return [weight.data_ptr() for weight in served["model"].parameters()]
 
     def counting(compute):
-        own, (replay, logits) = pointers(), capture_again(compute)
-        captured.append(own)
+        local, (replay, logits) = pointers(), capture_again(compute)
+        captured.append(local)
 
         def checked():
-            assert own == pointers(), "a graph has fixed addresses"
+            assert local == pointers(), "a graph has fixed addresses"
             replay()
 
         return checked, logits
@@ -97,20 +97,20 @@ def test_graphs_give_the_answers_of_steps_without_them(family, build_model, driv
     for is_graphed in (False, True):
         if is_graphed:
             with_graphs(monkeypatch, counting)
-        driver, found = drive(build_model(family), max_running=4, max_prefill_tokens=16), []
+        driver, result = drive(build_model(family), max_running=4, max_prefill_tokens=16), []
         served["model"], other = driver.engine.runner.model, build_model(family, seed=7)
         for _ in range(3):
             sequences = [driver.add(prompt, max_new_tokens=20) for prompt in prompts]
             driver.run()
-            found += sequences
+            result += sequences
             driver.engine.scheduler.forget_prefixes()
             for mine, new in zip(served["model"].parameters(), other.parameters(), strict=True):
                 mine.data, new.data = new.data, mine.data
-        answers.append(found)
+        answers.append(result)
     for plain, graphed in zip(*answers, strict=True):
         assert graphed.token_ids == plain.token_ids
         assert graphed.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
-    assert len({tuple(own) for own in captured}) == 2
+    assert len({tuple(ours) for ours in captured}) == 2
     assert len(captured) < 20, "the third round uses the graphs of the first"
 
 

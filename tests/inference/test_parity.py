@@ -43,11 +43,11 @@ def test_sampled_logprobs_are_those_at_the_temperature(build_model, drive, promp
     driver = drive(model)
     settings = [{"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.5}, {"temperature": 0.7, "top_k": 3}]
     settings += [{"temperature": 0.7, "frequency_penalty": 1.0}, {"temperature": 0.7, "top_k": 1}]
-    sequences = [driver.add(prompts[1], seed=n, max_new_tokens=12, **one) for n, one in enumerate(settings)]
+    sequences = [driver.add(prompts[1], seed=n, max_new_tokens=12, **item) for n, item in enumerate(settings)]
     driver.run()
-    for sequence, one in zip(sequences, settings, strict=True):
-        reference = reference_logprobs(model, sequence.token_ids, one["temperature"])
-        check_logprobs(sequence, reference, one["temperature"])
+    for sequence, each in zip(sequences, settings, strict=True):
+        reference = reference_logprobs(model, sequence.token_ids, each["temperature"])
+        check_logprobs(sequence, reference, each["temperature"])
 
 
 def test_bfloat16_runs_close_to_transformers(build_model, drive, prompts, reference_logprobs):
@@ -73,8 +73,8 @@ def test_a_request_does_not_depend_on_what_else_runs(build_model, drive, prompts
     ]
     crowd.run()
     assert [s.token_ids for s in alone] == [s.token_ids for s in reversed(together)]
-    for one, other in zip(alone, reversed(together), strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
+    for item, other in zip(alone, reversed(together), strict=True):
+        assert item.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
 
 
 def test_many_rows_are_cut_into_groups_of_similar_length(build_model, drive, reference_logprobs):

@@ -62,14 +62,14 @@ def test_the_least_recently_used_block_is_taken_first_and_the_end_before_its_beg
             pool.name(block, key)
         pool.release(held[keys[0]])
     assert (pool.num_used, pool.num_cached) == (0, 6)
-    found = pool.find(old[:2])  # used again: now the newest
-    assert found == held[old[0]][:2]
-    pool.release(found)
+    result = pool.find(old[:2])  # used again: now the newest
+    assert result == held[old[0]][:2]
+    pool.release(result)
     taken = []
     for _ in range(6):
         taken += pool.allocate(1)
         check_pool(pool, [taken])
-    assert taken == [*reversed(held[old[0]][2:]), *reversed(held[new[0]]), *reversed(found)]
+    assert taken == [*reversed(held[old[0]][2:]), *reversed(held[new[0]]), *reversed(result)]
     assert (pool.allocate(1), pool.num_evicted, pool.find(old)) == (None, 6, [])
 
 
@@ -122,13 +122,13 @@ def test_an_answer_has_the_same_bits_beside_others_in_parts_and_from_the_cache(
         for length in (1, 5, 16, 17, 60, 130, 200)
     ]
     driver.run()
-    made += [driver.add(one.token_ids, temperature=1.0, seed=7, max_new_tokens=12) for one in made]
+    made += [driver.add(item.token_ids, temperature=1.0, seed=7, max_new_tokens=12) for item in made]
     driver.run()
-    assert [one.num_cached for one in made[7:]] == [(one.num_prompt - 1) // 16 * 16 for one in made[7:]]
-    for one in made:
-        for start in {0, one.num_output // 2}:
-            again = fresh(drive(model), one, start, one.num_output)
-            assert (again.token_ids, again.logprobs) == (one.token_ids, one.logprobs[start:])
+    assert [item.num_cached for item in made[7:]] == [(item.num_prompt - 1) // 16 * 16 for item in made[7:]]
+    for each in made:
+        for start in {0, each.num_output // 2}:
+            again = fresh(drive(model), each, start, each.num_output)
+            assert (again.token_ids, again.logprobs) == (each.token_ids, each.logprobs[start:])
 
 
 Action = st.tuples(st.sampled_from(["add", "add", "step", "step", "abort", "update"]), st.integers(0, 60))

@@ -61,8 +61,8 @@ def held_by(model) -> list[torch.Tensor]:
     return [tensor for layer in quantized_layers(model) for tensor in layer.held]
 
 
-def equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return len(found) == len(wanted) > 0 and all(map(torch.equal, found, wanted))
+def equal(result: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return len(result) == len(wanted) > 0 and all(map(torch.equal, result, wanted))
 
 
 def layer_of(kind: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> QuantizedLinear:
@@ -81,8 +81,8 @@ def with_plain_weights(model):
             linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
             linear.weight.data = dequantized(module).float()
             linear.bias = module.bias
-            parent, _, own = name.rpartition(".")
-            setattr(plain.get_submodule(parent), own, linear)
+            parent, _, ours = name.rpartition(".")
+            setattr(plain.get_submodule(parent), ours, linear)
     return plain
 
 
@@ -212,9 +212,9 @@ def test_products_are_those_of_the_dequantised_weights(kind, dtype):
     states = torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     exact = states.double() @ dequantized(layer).T + bias.double()
     for rows in (states[:1, :1], states[0], states):
-        found = layer(rows)
-        assert (found.dtype, found.shape) == (dtype, (*rows.shape[:-1], 48))
-        error = (found.double() - (rows.double() @ dequantized(layer).T + bias.double())).abs().max()
+        result = layer(rows)
+        assert (result.dtype, result.shape) == (dtype, (*rows.shape[:-1], 48))
+        error = (result.double() - (rows.double() @ dequantized(layer).T + bias.double())).abs().max()
         assert error <= exact.abs().max() * (1e-6 if dtype == torch.float32 else 2**-7)
 
 
@@ -280,9 +280,9 @@ def test_answers_in_float32_do_not_depend_on_the_requests_beside_them(build_mode
     each = [together.add(prompt) for prompt in prompts]
     together.run()
     for sequence in each:
-        own = alone.add(sequence.token_ids[: sequence.num_prompt])
+        ours = alone.add(sequence.token_ids[: sequence.num_prompt])
         alone.run()
-        assert (own.token_ids, own.logprobs) == (sequence.token_ids, sequence.logprobs)
+        assert (ours.token_ids, ours.logprobs) == (sequence.token_ids, sequence.logprobs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -295,15 +295,15 @@ def test_an_update_gives_the_bits_of_a_model_that_was_loaded_with_the_new_weight
     driver = drive(model)
     before = driver.add([3, 4, 5])
     driver.run()
-    own = driver.engine.runner.model
-    old = [held.clone() for held in held_by(own)]
+    ours = driver.engine.runner.model
+    old = [held.clone() for held in held_by(ours)]
     for update in range(3):  # the copies are exchanged each time
         for name, value in values.items():
             driver.engine.weights.receive_value(name, value.float() if update else value)
-        assert equal(held_by(own), old)
+        assert equal(held_by(ours), old)
         driver.engine.install_weights(str(update), "retract")
-        assert equal(held_by(own), held_by(wanted))
-        old = [held.clone() for held in held_by(own)]
+        assert equal(held_by(ours), held_by(wanted))
+        old = [held.clone() for held in held_by(ours)]
     fresh = drive(wanted)
     after, exact = driver.add([3, 4, 5]), fresh.add([3, 4, 5])
     driver.run()
@@ -314,7 +314,7 @@ def test_an_update_gives_the_bits_of_a_model_that_was_loaded_with_the_new_weight
 
 def test_decode_graphs_compute_with_the_codes_of_an_update(build_model, drive, prompts, monkeypatch):
     """A graph has fixed addresses; three updates use both copies of the codes."""
-    model, found = build_model("qwen3-gqa"), []
+    model, result = build_model("qwen3-gqa"), []
     quantize(model, "int8")
     for is_graphed in (False, True):
         if is_graphed:
@@ -324,12 +324,12 @@ def test_decode_graphs_compute_with_the_codes_of_an_update(build_model, drive, p
         for seed in (1, 2, 3):
             sequences = [driver.add(prompt, max_new_tokens=12) for prompt in prompts[:4]]
             driver.run()
-            found.append([sequence.token_ids for sequence in sequences])
+            result.append([sequence.token_ids for sequence in sequences])
             for name, value in build_model("qwen3-gqa", seed).state_dict().items():
                 driver.engine.weights.receive_value(name, value)
             driver.engine.install_weights(str(seed), "retract")
-    assert found[:3] == found[3:]
-    assert found[0] != found[1] != found[2]
+    assert result[:3] == result[3:]
+    assert result[0] != result[1] != result[2]
 
 
 @pytest.mark.parametrize("kind", KINDS)

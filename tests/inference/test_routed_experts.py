@@ -21,20 +21,20 @@ SHAPE = ExpertShape(2, 2, 4)
 
 def chosen_by(model, token_ids: list[int]) -> np.ndarray:
     """[tokens, layers, 2]; 0 for the dense layer, which no router fills."""
-    found = np.zeros((len(token_ids), SHAPE.layers, SHAPE.choices), np.uint8)
+    result = np.zeros((len(token_ids), SHAPE.layers, SHAPE.choices), np.uint8)
 
     def note(_, __, outputs, layer):
-        found[:, layer] = outputs[2]
+        result[:, layer] = outputs[2]
 
     hooks = [
-        gate.register_forward_hook(lambda *found, layer=layer: note(*found, layer))
+        gate.register_forward_hook(lambda *actual, layer=layer: note(*actual, layer))
         for layer, gate in routers_of(model).items()
     ]
     with torch.no_grad():
         model(torch.tensor([token_ids]))
     for hook in hooks:
         hook.remove()
-    return found
+    return result
 
 
 def sets_of(records: list[bytes]) -> list[list[int]]:
@@ -84,21 +84,21 @@ def test_tokens_keep_the_experts_of_the_weights_that_generated_them(build_model,
     driver.engine.runner.model.load_state_dict(copy.deepcopy(other.state_dict()))
     driver.engine.resume()
     driver.run()
-    found = sets_of(sequence.experts)
-    assert found[:done] == expected(model, sequence)[:done]
-    assert found[done:] == expected(other, sequence)[done:]
-    assert found[:done] != expected(other, sequence)[:done]
+    actual = sets_of(sequence.experts)
+    assert actual[:done] == expected(model, sequence)[:done]
+    assert actual[done:] == expected(other, sequence)[done:]
+    assert actual[:done] != expected(other, sequence)[:done]
 
 
 async def test_a_request_gets_its_record_over_http(build_model, options, serve_with, tmp_path):
     build_model("deepseek_v3").save_pretrained(tmp_path / "sparse")
     native = replace(options.native, model_path=str(tmp_path / "sparse"))
-    async for one in serve_with(replace(options, native=native, records_experts=True)):
-        answer = await one.generate(return_routed_experts=True, routed_experts_start_len=2)
+    async for item in serve_with(replace(options, native=native, records_experts=True)):
+        answer = await item.generate(return_routed_experts=True, routed_experts_start_len=2)
         chunk = parse_chunk(answer, SHAPE)
         assert len(chunk.routed_experts) == len(PROMPT) + len(chunk.token_ids) - 1 - 2
-        assert "routed_experts" not in (await one.generate())["meta_info"]
-        *_, last, _ = [event async for event in one.events(return_routed_experts=True)]
+        assert "routed_experts" not in (await item.generate())["meta_info"]
+        *_, last, _ = [event async for event in item.events(return_routed_experts=True)]
         assert len(parse_chunk(orjson.loads(last), SHAPE).routed_experts) == len(PROMPT) + 5
 
 

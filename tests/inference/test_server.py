@@ -68,10 +68,10 @@ async def test_a_teacher_on_this_server_has_the_log_probabilities_of_the_model(
 
 async def test_a_scored_prompt_is_no_answer_in_the_trace(options, serve_with, tmp_path):
     with tracing(ChromeTracer(tmp_path / "server-0.jsonl", "server-0")):
-        async for one in serve_with(options):
-            await one.generate(rid="score", logprob_start_len=0, sampling_params={"max_new_tokens": 1})
-            await one.generate(rid="answer")
-    assert [(one.prompt, one.tokens) for one in traced_answers(tmp_path)] == [(5, 6)]
+        async for item in serve_with(options):
+            await item.generate(rid="score", logprob_start_len=0, sampling_params={"max_new_tokens": 1})
+            await item.generate(rid="answer")
+    assert [(answer.prompt, answer.tokens) for answer in traced_answers(tmp_path)] == [(5, 6)]
 
 
 async def test_a_stream_is_incremental_and_equals_the_plain_answer(served):
@@ -95,10 +95,10 @@ async def test_number_of_stream_events(served):
         events = [event async for event in served.events(sampling_params=sampling)]
         return [len(orjson.loads(event)["output_ids"]) for event in events[:-1]]
 
-    found = await sizes(100, 32)
-    assert sum(found) == 100
-    assert 1 < len(found) <= 4  # fewer when the reader was slow
-    assert found[0] >= 32
+    result = await sizes(100, 32)
+    assert sum(result) == 100
+    assert 1 < len(result) <= 4  # fewer when the reader was slow
+    assert result[0] >= 32
     assert await sizes(20, 32) == await sizes(20, 20) == [20]
 
 
@@ -125,27 +125,27 @@ async def test_a_stuck_engine_is_not_healthy(served, monkeypatch):
 
 async def test_a_stuck_engine_sends_no_heartbeat(options, serve_with, monkeypatch):
     node, reported, activity = heartbeat.NodeBeats(), [], server._activity
-    own = heartbeat.Heartbeat(node.slot("server-0")[heartbeat.HEARTBEAT])
-    monkeypatch.setattr(server, "launched_heartbeat", lambda: own)
+    ours = heartbeat.Heartbeat(node.slot("server-0")[heartbeat.HEARTBEAT])
+    monkeypatch.setattr(server, "launched_heartbeat", lambda: ours)
     monkeypatch.setattr(server, "_activity", lambda engine: reported.append(activity(engine)) or reported[-1])
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
     monkeypatch.setattr(engine, "STUCK_S", 0.2)
 
-    async def check(one) -> None:
-        step, go_on = one.engine.step, threading.Event()
-        one.engine.step = lambda: (go_on.wait(200), step())
-        running = asyncio.create_task(one.generate())
-        await one.until(lambda: reported[-2:] == [None, None])
+    async def check(item) -> None:
+        step, go_on = item.engine.step, threading.Event()
+        item.engine.step = lambda: (go_on.wait(200), step())
+        running = asyncio.create_task(item.generate())
+        await item.until(lambda: reported[-2:] == [None, None])
         before, num_reported = node.read()["server-0"].beats, len(reported)
-        await one.until(lambda: len(reported) >= num_reported + 5)
+        await item.until(lambda: len(reported) >= num_reported + 5)
         assert reported[num_reported:] == [None] * (len(reported) - num_reported)
         assert node.read()["server-0"].beats == before
         go_on.set()
         await running
-        await one.until(lambda: node.read()["server-0"].beats > before)
+        await item.until(lambda: node.read()["server-0"].beats > before)
 
-    async for one in serve_with(options):
-        await check(one)
+    async for each in serve_with(options):
+        await check(each)
 
 
 async def test_a_server_from_scratch_has_no_version_until_weights_come(options, serve_with, checkpoint, tmp_path):
@@ -153,12 +153,12 @@ async def test_a_server_from_scratch_has_no_version_until_weights_come(options, 
     bare.mkdir()
     (bare / "config.json").write_bytes((checkpoint(0) / "config.json").read_bytes())
     scratch = replace(options, native=replace(options.native, model_path=str(bare)), from_scratch=True)
-    async for one in serve_with(scratch):
-        assert (await one.get("/get_model_info"))["weight_version"] == "-1"
+    async for item in serve_with(scratch):
+        assert (await item.get("/get_model_info"))["weight_version"] == "-1"
         update = {"model_path": str(checkpoint(0)), "weight_version": "0"}
-        await one.post("/update_weights_from_disk", update)
-        assert (await one.get("/get_model_info"))["weight_version"] == "0"
-        assert (await one.generate())["meta_info"]["weight_version"] == "0"
+        await item.post("/update_weights_from_disk", update)
+        assert (await item.get("/get_model_info"))["weight_version"] == "0"
+        assert (await item.generate())["meta_info"]["weight_version"] == "0"
 
 
 async def test_siblings_over_http_share_their_prefill(served):
@@ -337,7 +337,7 @@ async def test_requests_can_be_aborted_by_id_and_all_together(served):
     await served.post("/abort_request", {"rid": "not there"})
     await served.post("/abort_request", {"abort_all": True})
     rest = await asyncio.gather(tasks[0], tasks[2])
-    assert [one["meta_info"]["finish_reason"]["type"] for one in rest] == ["abort", "abort"]
+    assert [item["meta_info"]["finish_reason"]["type"] for item in rest] == ["abort", "abort"]
     await served.get("/health")  # paused is healthy
 
 
@@ -361,12 +361,12 @@ async def test_a_tokenizer_in_the_folder_makes_text_and_stop_strings(options, se
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=chr(65 + 49)).save_pretrained(folder)
-    async for one in serve_with(options):
-        answer = await one.generate(return_text=True, sampling_params={"ignore_eos": True})
+    async for item in serve_with(options):
+        answer = await item.generate(return_text=True, sampling_params={"ignore_eos": True})
         assert answer["text"] == "".join(chr(65 + token) for token in answer["output_ids"])
         stop = answer["text"][1:3]
         end = answer["text"].index(stop) + 2
-        stopped = await one.generate(return_text=True, sampling_params={"stop": [stop], "ignore_eos": True})
+        stopped = await item.generate(return_text=True, sampling_params={"stop": [stop], "ignore_eos": True})
         assert stopped["text"] == answer["text"][:end]
         assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
@@ -381,24 +381,24 @@ async def test_requests_without_token_of_web_pages_or_without_json_are_refused(s
 async def test_the_token_is_required(options, serve_with):
     everywhere = Host(bind="0.0.0.0", advertise="127.0.0.2")
     secured = replace(options, token="secret", host=everywhere)
-    async for one in serve_with(secured, {"Authorization": "Bearer other"}):
-        assert one.address.startswith("http://127.0.0.2:")
-        assert (await refused(one.generate(401)))[0] == "request.unauthorized"
-        await one.get("/health", 401)
-    async for one in serve_with(secured, {"Authorization": "Bearer secret"}):
-        await one.generate()
+    async for item in serve_with(secured, {"Authorization": "Bearer other"}):
+        assert item.address.startswith("http://127.0.0.2:")
+        assert (await refused(item.generate(401)))[0] == "request.unauthorized"
+        await item.get("/health", 401)
+    async for item in serve_with(secured, {"Authorization": "Bearer secret"}):
+        await item.generate()
 
 
 async def test_a_failing_engine_ends_the_server_with_the_cause(options, serve_with):
     def broken(plan: Any) -> None:
         raise MemoryError("out of memory, on purpose")
 
-    async for one in serve_with(options):
-        one.engine.runner.forward = broken
-        code, message = await refused(one.generate(500))
+    async for item in serve_with(options):
+        item.engine.runner.forward = broken
+        code, message = await refused(item.generate(500))
         assert code == "request.engine_failed"
         assert "out of memory, on purpose" in message
-        assert "on purpose" in str(await asyncio.wait_for(one.task, 200))
+        assert "on purpose" in str(await asyncio.wait_for(item.task, 200))
 
 
 def test_options_are_checked_before_anything_starts(monkeypatch, tmp_path: Path):

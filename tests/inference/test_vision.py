@@ -113,8 +113,8 @@ def _on_old_keys(old, new, sequence, num_old: int) -> torch.Tensor:
     """Log-probabilities of the new model, whose first `num_old` tokens have the keys and values of the old one."""
     ids = torch.tensor([sequence.token_ids])
     image = sequence.images
-    patches = torch.from_numpy(np.concatenate([patches_of(one.colours, LAYOUT) for one in image]))
-    grids = torch.tensor([one.grid for one in image])
+    patches = torch.from_numpy(np.concatenate([patches_of(item.colours, LAYOUT) for item in image]))
+    grids = torch.tensor([item.grid for item in image])
     with torch.no_grad():
         cache = old(
             ids[:, :num_old],
@@ -178,15 +178,15 @@ def test_a_canary_probe_with_an_image_shows_a_tower_that_was_not_updated(build, 
     gaps = []
     for image in (None, vision.gradient()):
         part = probe(1, VOCABULARY, "p", vision, image)
-        pixels = [(one, decode_png(vision.store.read(one.sha256), LAYOUT)) for one in part.images]
+        pixels = [(item, decode_png(vision.store.read(item.sha256), LAYOUT)) for item in part.images]
         images = placed_images(part.input_ids, pixels, LAYOUT)
         answers = []
         for model in (trained, stale):
             driver = drive(model, layout=LAYOUT)
-            found = driver.add(part.input_ids, images=images, max_new_tokens=part.gconfig.max_new_tokens)
+            result = driver.add(part.input_ids, images=images, max_new_tokens=part.gconfig.max_new_tokens)
             driver.run()
-            expect_logprobs(found, reference(model, found.token_ids, images), 0, part.gconfig.max_new_tokens)
-            answers.append(ProbeAnswer(tuple(found.answer_ids), tuple(found.logprobs)))
+            expect_logprobs(result, reference(model, result.token_ids, images), 0, part.gconfig.max_new_tokens)
+            answers.append(ProbeAnswer(tuple(result.answer_ids), tuple(result.logprobs)))
         gaps.append(difference(*answers))
     assert gaps[0] < 1e-5
     assert gaps[1] > 1e-2, "the largest tolerance in float32, between servers and the trainer"

@@ -35,17 +35,17 @@ class Case:
 
     def prompt(self, *images: int, text: tuple[int, ...] = (9, 10, 11)) -> tuple[list[int], tuple[PlacedImage, ...]]:
         """Expanded ids with images of these numbers in SIZES, and the images in them."""
-        store, found = MemoryImages(), []
+        store, result = MemoryImages(), []
         for number in images:
             file = io.BytesIO()
             width, height = SIZES[number]
             colours = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
             Image.fromarray(colours).save(file, "PNG")
             png, grid = encode_image(file.getvalue(), self.layout)
-            found.append((ImageRef(store.put(png), grid), decode_png(png, self.layout)))
+            result.append((ImageRef(store.put(png), grid), decode_png(png, self.layout)))
         ids = [7, *[token for number in images for token in (*self.mark, 8 + number)], *text]
-        ids = expanded(ids, [image for image, _ in found], self.layout)
-        return ids, placed_images(ids, found, self.layout)
+        ids = expanded(ids, [image for image, _ in result], self.layout)
+        return ids, placed_images(ids, result, self.layout)
 
 
 @pytest.fixture(scope="module")
@@ -76,29 +76,29 @@ def expect(sequence, model: PreTrainedModel, layout: VisionLayout, start: int = 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_transformers_however_prompts_are_cut(family, case, drive):
-    one = case(family)
+    subject = case(family)
     for max_prefill_tokens in (512, 5):
-        driver = drive(one.model, max_running=4, max_prefill_tokens=max_prefill_tokens, layout=one.layout)
-        asked = [one.prompt(*images) for images in ((), (1,), (0, 2), (2, 1, 0), (1, 1))]
+        driver = drive(subject.model, max_running=4, max_prefill_tokens=max_prefill_tokens, layout=subject.layout)
+        asked = [subject.prompt(*images) for images in ((), (1,), (0, 2), (2, 1, 0), (1, 1))]
         sequences = [driver.add(ids, images=images, max_new_tokens=6) for ids, images in asked]
         driver.run()
         for sequence in sequences:
-            expect(sequence, one.model, one.layout)
-            assert not set(one.layout.banned_ids).intersection(sequence.answer_ids)
+            expect(sequence, subject.model, subject.layout)
+            assert not set(subject.layout.banned_ids).intersection(sequence.answer_ids)
         assert driver.engine.runner.vision.num_computed == 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_new_weights_and_siblings_of_every_family(family, case, drive, tmp_path):
-    one = case(family)
-    new = AutoModelForImageTextToText.from_pretrained(one.folder, dtype=torch.float32).eval()
+    subject = case(family)
+    new = AutoModelForImageTextToText.from_pretrained(subject.folder, dtype=torch.float32).eval()
     with torch.no_grad():
         for weight in new.parameters():
             weight.add_(torch.randn_like(weight) * 0.05)
     new.save_pretrained(tmp_path)  # under the names of files
-    driver = drive(one.model, layout=one.layout, max_prefill_tokens=7)
-    ids, images = one.prompt(1, 2, text=(9, 10, 11, 12))
-    other = one.prompt(1, 0, text=(9, 10, 11, 12))
+    driver = drive(subject.model, layout=subject.layout, max_prefill_tokens=7)
+    ids, images = subject.prompt(1, 2, text=(9, 10, 11, 12))
+    other = subject.prompt(1, 0, text=(9, 10, 11, 12))
     running = driver.add(ids, images=images, group_id="g", max_new_tokens=9)
     while len(running.logprobs) < 4:
         driver.steps(1)
@@ -115,6 +115,6 @@ def test_new_weights_and_siblings_of_every_family(family, case, drive, tmp_path)
         ((_, _, split),) = [span for span in sequence.version_spans(0, sequence.num_output) if span[0] == "0"] or [
             ("0", 0, 0)
         ]
-        expect(sequence, new, one.layout, start=split)
-    old = reference(one.model, running.token_ids, images, one.layout)
+        expect(sequence, new, subject.layout, start=split)
+    old = reference(subject.model, running.token_ids, images, subject.layout)
     assert running.logprobs[3] == pytest.approx(old[len(ids) + 2, running.answer_ids[3]].item(), abs=1e-5)

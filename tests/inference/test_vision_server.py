@@ -20,14 +20,14 @@ def url(file: bytes) -> str:
 
 
 def body(*parts: int | bytes, **more) -> dict:
-    return {"input_ids": prompt(*parts), "image_data": [url(one) for one in parts if isinstance(one, bytes)], **more}
+    return {"input_ids": prompt(*parts), "image_data": [url(part) for part in parts if isinstance(part, bytes)], **more}
 
 
 @pytest.fixture
 async def served(options, serve_with, tmp_path):
     native = replace(options.native, model_path=str(save(qwen3_vl(), tmp_path / "vision")), chunked_prefill_size=16)
-    async for one in serve_with(replace(options, native=native)):
-        yield one
+    async for item in serve_with(replace(options, native=native)):
+        yield item
 
 
 def expect_answer(answer, parts, model) -> None:

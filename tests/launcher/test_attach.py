@@ -86,9 +86,9 @@ def test_a_replica_joins_and_another_leaves(run, capsys):
     def leave():
         words = ["--attach", str(run.folder), "--remove-replica", "server-0", "--json"]
         assert attach.run_command(words) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert (found["run"], found["action"], found["state"]) == (str(run.folder), "remove-replica", "done")
-        return found["text"]
+        result = json.loads(capsys.readouterr().out)
+        assert (result["run"], result["action"], result["state"]) == (str(run.folder), "remove-replica", "done")
+        return result["text"]
 
     session = Session(run, [ADD, look, leave, look_again])
     joined, _, left, _ = session()

@@ -49,8 +49,8 @@ def attached(config, **environ):
 
 @pytest.mark.parametrize("servers", ["native:d2", "sglang:d2t4", "vllm:d2"])
 def test_the_environment_names_servers(servers):
-    given = {ADDRESSES_VARIABLE: " 127.0.0.1:1, localhost:2,"}
-    assert attached(config_of(servers), **given) == ["127.0.0.1:1", "localhost:2"]
+    inputs = {ADDRESSES_VARIABLE: " 127.0.0.1:1, localhost:2,"}
+    assert attached(config_of(servers), **inputs) == ["127.0.0.1:1", "localhost:2"]
     assert attached(config_of(servers)) == []
     assert attached(config_of(servers), **{ADDRESSES_VARIABLE: ""}) == []
 

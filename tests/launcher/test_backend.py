@@ -189,10 +189,10 @@ inner.wait()
 
     try:
         deadline = time.monotonic() + 200.0
-        while len(found := sizes()) < 2 or found["server-0"] < 80e6 or not found["server-1"]:
-            assert time.monotonic() < deadline, found
+        while len(result := sizes()) < 2 or result["server-0"] < 80e6 or not result["server-1"]:
+            assert time.monotonic() < deadline, result
             time.sleep(0.01)
-        assert found["server-0"] - found["server-1"] > 60e6
+        assert result["server-0"] - result["server-1"] > 60e6
         assert all(0 < (beat.cpu_s or 0.0) < 200 for beat in made.beats().values())
     finally:
         made.stop(["server-0", "server-1"], 0.0, hurry=lambda: True)
@@ -240,10 +240,10 @@ def test_a_process_that_the_kernel_ended_for_its_memory_is_told_apart(tmp_path, 
         made._processes[name].wait()
     assert made.last_lines("server-1").lines == ["up"]
     group.write_text("max 9\noom 5\noom_kill 5\n")
-    found = made.last_lines("server-0").lines
-    assert found[0] == "up"
-    assert "launch.out_of_memory" in found[1]
-    assert made.last_lines("server-0").lines == found
+    result = made.last_lines("server-0").lines
+    assert result[0] == "up"
+    assert "launch.out_of_memory" in result[1]
+    assert made.last_lines("server-0").lines == result
     assert made.last_lines("server-1").lines == ["up"]
     assert backend._oom_kills(tmp_path / "none") is None
 

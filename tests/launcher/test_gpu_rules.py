@@ -57,10 +57,10 @@ def test_adapters_alone_are_files(adapters, transport, is_unused):
     actor = replace(config.actor, lora=LoRAConfig(), adapter_update_mode=adapters)
     config = replace(config, actor=actor)
     assert plan_of(config, ON_GPUS, SAME).weight_path.transport == transport
-    unused = {one.path for one in options_without_effect(config)}
+    unused = {item.path for item in options_without_effect(config)}
     assert ("actor.weight_update_mode" in unused) == is_unused
     by_disk = replace(config, actor=replace(actor, weight_update_mode="disk"))
-    assert "actor.weight_update_mode" not in {one.path for one in options_without_effect(by_disk)}
+    assert "actor.weight_update_mode" not in {item.path for item in options_without_effect(by_disk)}
 
 
 def test_a_native_server_on_the_cpu_beside_a_trainer_on_a_gpu_uses_gloo_or_the_disk():
@@ -105,5 +105,5 @@ def test_limits_of_a_start_grow_with_the_checkpoint(gib, on_gpu, expected):
 
 def test_limits_that_the_user_gave_stay():
     rollout = InferenceEngineConfig(setup_timeout=60, weight_update_timeout_s=70)
-    given = config_of(launcher=LauncherConfig(ready_timeout_s=50), rollout=rollout)
-    assert limits_of(with_time_limits(given, checkpoint_bytes=2**40, on_gpu=True)) == (50, 60, 70)
+    inputs = config_of(launcher=LauncherConfig(ready_timeout_s=50), rollout=rollout)
+    assert limits_of(with_time_limits(inputs, checkpoint_bytes=2**40, on_gpu=True)) == (50, 60, 70)

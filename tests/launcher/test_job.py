@@ -98,17 +98,17 @@ def test_cores_are_divided_among_processes_that_compute(tmp_path, cores, threads
 
 
 @pytest.mark.parametrize(
-    ("cores", "given", "expected"),
+    ("cores", "inputs", "expected"),
     [(2, {}, "10000"), (8, {}, "10000"), (8, {"GOMP_SPINCOUNT": "5"}, "5"), (8, {"OMP_WAIT_POLICY": "ACTIVE"}, None)],
 )
-def test_threads_that_wait_for_each_other_sleep_soon(tmp_path, monkeypatch, cores, given, expected):
+def test_threads_that_wait_for_each_other_sleep_soon(tmp_path, monkeypatch, cores, inputs, expected):
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
+    for name, value in inputs.items():
         monkeypatch.setenv(name, value)
     plan = make_plan(rl_config(tmp_path), [Machine(cores=cores)])
-    found = {process.role: process.env.get("GOMP_SPINCOUNT") for process in plan.processes}
-    assert found == dict.fromkeys(("controller", "server", "trainer"), expected)
+    actual = {process.role: process.env.get("GOMP_SPINCOUNT") for process in plan.processes}
+    assert actual == dict.fromkeys(("controller", "server", "trainer"), expected)
 
 
 def test_every_process_gets_its_own_gpu(tmp_path):
@@ -224,8 +224,8 @@ def test_environment_of_the_user(tmp_path):
             parse_env_vars(bad)
     launcher = LauncherConfig(trainer_env_vars="A=1", inference_server_env_vars="A=2,OMP_NUM_THREADS=9")
     plan = make_plan(rl_config(tmp_path, launcher=launcher), [Machine(cores=8)])
-    found = {process.role: process.env.get("A") for process in plan.processes}
-    assert found == {"controller": None, "server": "2", "trainer": "1"}
+    result = {process.role: process.env.get("A") for process in plan.processes}
+    assert result == {"controller": None, "server": "2", "trainer": "1"}
     assert plan.processes[1].env["OMP_NUM_THREADS"] == "9"
 
 
@@ -305,30 +305,30 @@ def parted(tmp_path, allocation="sglang:d1t8+fsdp:d4", **changes):
 )
 def test_a_server_over_two_machines_has_a_part_on_each(tmp_path, backend, words):
     plan = parted(tmp_path, f"{backend}:d1t8+fsdp:d4")
-    for one in plan.processes:
-        assert ProcessContext.from_env(one.env).num_parts == 2
-        assert one.role == "server" or "--nnodes=2" not in one.argv
+    for each in plan.processes:
+        assert ProcessContext.from_env(each.env).num_parts == 2
+        assert each.role == "server" or "--nnodes=2" not in each.argv
     parts = [process for process in plan.processes if process.role == "server"]
-    assert [(one.name, one.index, one.part) for one in parts] == [("server-0", 0, 0), ("server-0-part-1", 0, 1)]
-    assert [one.host.node for one in parts] == ["node1", "node2"]
-    assert [one.env["CUDA_VISIBLE_DEVICES"] for one in parts] == ["0,1,2,3"] * 2
-    assert {one.host.node for one in plan.processes if one.role == "trainer"} == {"node3"}
+    assert [(item.name, item.index, item.part) for item in parts] == [("server-0", 0, 0), ("server-0-part-1", 0, 1)]
+    assert [item.host.node for item in parts] == ["node1", "node2"]
+    assert [item.env["CUDA_VISIBLE_DEVICES"] for item in parts] == ["0,1,2,3"] * 2
+    assert {item.host.node for item in plan.processes if item.role == "trainer"} == {"node3"}
     assert plan.num_servers == 1
-    for part, one in enumerate(parts):
-        context = ProcessContext.from_env(one.env)
-        assert (context.name, context.part, context.num_parts, context.num_servers) == (one.name, part, 2, 1)
-        assert [word for word in words if word.format(part=part) not in one.argv] == []
-        assert any(word in ("--tp-size=8", "--tensor-parallel-size=8") for word in one.argv)
-        assert ("--headless" in one.argv) == (backend == "vllm" and part == 1)
+    for part, each in enumerate(parts):
+        context = ProcessContext.from_env(each.env)
+        assert (context.name, context.part, context.num_parts, context.num_servers) == (each.name, part, 2, 1)
+        assert [word for word in words if word.format(part=part) not in each.argv] == []
+        assert any(word in ("--tp-size=8", "--tensor-parallel-size=8") for word in each.argv)
+        assert ("--headless" in each.argv) == (backend == "vllm" and part == 1)
     rows = [line.split() for line in plan_text(plan, None).partition("placement:")[2].splitlines()]
     assert ["node2", "10.0.0.2", "server-0-part-1", "0,1,2,3"] in [row[:4] for row in rows]
 
 
 def test_each_part_of_a_server_over_several_machines_may_pull_weights(tmp_path):
     plan = parted(tmp_path, actor=dataclasses.replace(rl_config(tmp_path).actor, weight_update_mode="http"))
-    contexts = [ProcessContext.from_env(one.env) for one in plan.processes if one.role == "server"]
+    contexts = [ProcessContext.from_env(process.env) for process in plan.processes if process.role == "server"]
     assert [context.weight_transport for context in contexts] == ["http", "http"]
-    assert all("AREAL_TRAINER_ADDRESSES" in one.env for one in plan.processes if one.role == "server")
+    assert all("AREAL_TRAINER_ADDRESSES" in process.env for process in plan.processes if process.role == "server")
 
 
 def test_a_replica_that_joins_may_run_on_another_machine(tmp_path):
@@ -367,7 +367,7 @@ def test_the_text_of_a_plan_shows_the_variables_of_servers_and_trainers(tmp_path
 
 def test_the_text_of_a_plan_leaves_out_the_search_path_of_programs(tmp_path):
     plan = make_plan(rl_config(tmp_path), [Machine(cores=8, gpus=tuple("01234567"))])
-    servers = [dataclasses.replace(one, env={**one.env, "PATH": "/home/bin"}) for one in plan.processes]
+    servers = [dataclasses.replace(process, env={**process.env, "PATH": "/home/bin"}) for process in plan.processes]
     text = plan_text(dataclasses.replace(plan, processes=tuple(servers)), None)
     assert "/home/bin" not in text
     assert "CUDA_VISIBLE_DEVICES" in text
@@ -378,8 +378,8 @@ def test_profiles_of_steps_after_the_last_one_are_named(tmp_path, caplog, steps,
     config = rl_config(tmp_path, perf_tracer=PerfTracerConfig(profile_steps=steps))
     plan = make_plan(config, [Machine(cores=8)], num_rows=100)
     assert plan.numbers.total_steps == 12
-    found = [record.args for record in caplog.records if "profile_steps" in record.getMessage()]
-    assert found == ([(late, 12)] if late else [])
+    result = [record.args for record in caplog.records if "profile_steps" in record.getMessage()]
+    assert result == ([(late, 12)] if late else [])
 
 
 def test_gpu_hours_need_the_steps_and_the_seconds_of_a_step(tmp_path):

@@ -15,8 +15,8 @@ def beat(beats, pid=7):
 def test_silence_is_the_time_without_a_new_heartbeat():
     silences = SilenceTimer()
     looks = [(1, 0.5), (1, 0.5), (1, 0.5), (2, 0.5), (2, 0.5)]
-    found = [silences.look("a", 7, beat(beats), since_last_look_s=gap_s) for beats, gap_s in looks]
-    assert found == [0.0, 0.5, 1.0, 0.0, 0.5]
+    result = [silences.look("a", 7, beat(beats), since_last_look_s=gap_s) for beats, gap_s in looks]
+    assert result == [0.0, 0.5, 1.0, 0.0, 0.5]
 
 
 def test_before_the_first_beat_of_a_process_there_is_no_silence():
@@ -38,11 +38,11 @@ def test_a_server_with_rejected_weights_is_reported_once_per_connection(tmp_path
     child = SimpleNamespace(name="server-1", is_running=True, pid=7, killed_s=None)
     watch = LivenessWatch(RunPaths(tmp_path), FakeBackend(), 10.0)
 
-    def found(now_s, connection, weights):
+    def ended(now_s, connection, weights):
         replica = {"name": "server-1", "id": connection, "weights": weights}
         status = {"replicas": {"replicas": [{"name": "server-0", "id": "z", "weights": "rejected"}, replica]}}
         return [child.name for child, _ in watch.look([child], now_s, status)]
 
     looks = [(1.0, "a", "differs"), (2.0, "a", "rejected"), (3.0, "a", "rejected"), (4.0, "b", "rejected")]
-    assert [found(*look) for look in looks] == [[], ["server-1"], [], ["server-1"]]
+    assert [ended(*look) for look in looks] == [[], ["server-1"], [], ["server-1"]]
     assert watch.look([child], 5.0, {"replicas": None}) == []

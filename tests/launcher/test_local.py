@@ -125,11 +125,11 @@ def test_a_completed_run_is_not_overwritten(folder):
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     assert done.stderr.splitlines()[-1].startswith("areal: run completed: ")
-    found = summary(folder)
-    assert found["status"] == "completed"
-    assert found["exit_codes"] == {"trainer-0": 0, "trainer-1": 0}
-    assert found["peak_rss_gib"] > 0.01
-    assert 0 < found["seconds"] < lasted_s
+    result = summary(folder)
+    assert result["status"] == "completed"
+    assert result["exit_codes"] == {"trainer-0": 0, "trainer-1": 0}
+    assert result["peak_rss_gib"] > 0.01
+    assert 0 < result["seconds"] < lasted_s
     assert json.loads((folder / "runs" / "e" / "t" / "plan.json").read_text())["numbers"]["samples_per_step"] == 2
     again = launch(folder, "recover.mode=disabled")
     assert again.returncode == 2
@@ -138,7 +138,7 @@ def test_a_completed_run_is_not_overwritten(folder):
     assert again.stderr.startswith("areal: error: ")
     replaced = launch(folder, "--overwrite", "--json")
     assert json.loads(replaced.stdout) == {"run": str(folder / "runs" / "e" / "t"), **summary(folder)}
-    assert (replaced.returncode, summary(folder)["started_at"] >= found["started_at"]) == (0, True)
+    assert (replaced.returncode, summary(folder)["started_at"] >= result["started_at"]) == (0, True)
 
 
 def test_failure_names_its_cause(folder):
@@ -329,8 +329,8 @@ def test_one_line_names_the_keys_without_effect(caplog):
 
 def test_a_launch_has_the_numbers_of_a_script_as_they_are_written():
     words = ["train.py", "--config", "examples/quickstart/sft.yaml", "version=1.50"]
-    found = read_command_line(words)
-    assert (found.extras, found.numbers) == ({"version": 1.5}, {"version": "1.50"})
+    result = read_command_line(words)
+    assert (result.extras, result.numbers) == ({"version": 1.5}, {"version": "1.50"})
 
 
 def test_a_sweep_runs_every_combination_and_compares_them(folder):

@@ -35,15 +35,15 @@ TOKENS = 1024
 def measured_peak(config: TrainEngineConfig) -> int:
     """Peak of torch's CPU allocator over the construction of an engine and two optimiser steps."""
     gc.collect()
-    with profile(profile_memory=True) as found:
+    with profile(profile_memory=True) as result:
         engine = build_fsdp_engine(config, role="actor", total_steps=5, mesh=TrainerMesh.open(None), seed=0)
         batch = make_batch([TOKENS // 4] * 4)
         for _ in range(2):
             engine.forward_backward(batch, policy_loss, denominator=float(TOKENS))
             engine.optimizer_step()
-    events = [one for one in found.kineto_results.events() if one.name() == "[memory]"]
+    events = [item for item in result.kineto_results.events() if item.name() == "[memory]"]
     now = peak = 0
-    for event in sorted(events, key=lambda one: one.start_ns()):
+    for event in sorted(events, key=lambda entry: entry.start_ns()):
         now += event.nbytes()
         peak = max(peak, now)
     return peak
@@ -55,12 +55,12 @@ def test_blocks_that_are_gathered_in_8_bits_have_one_byte_a_weight(tmp_path):
     assert shape is not None
     block = (shape.parameters - 1000 * 128) // 8
     plain = TrainEngineConfig(path="m", optimizer=OptimizerConfig())
-    found = [
+    result = [
         rank_memory([(model, shape)], dims=ParallelDims(dp=4), tokens=100, on_gpu=True)
         for model in (plain, replace(plain, fp8=Float8Config(recipe="tensorwise")), replace(plain, fp8=Float8Config()))
     ]
-    assert found[0].gathered - found[1].gathered == 2 * block
-    assert found[0] == found[2] == replace(found[1], gathered=found[0].gathered)
+    assert result[0].gathered - result[1].gathered == 2 * block
+    assert result[0] == result[2] == replace(result[1], gathered=result[0].gathered)
     fp8 = Float8Config(recipe="tensorwise")
     for model, config, ranks in (
         (shape, replace(fp8, filter_fqns=["down_proj"]), 4),
@@ -69,8 +69,8 @@ def test_blocks_that_are_gathered_in_8_bits_have_one_byte_a_weight(tmp_path):
         (replace(shape, experts=2), fp8, 4),
     ):
         plan = [
-            rank_memory([(one, model)], dims=ParallelDims(dp=ranks), tokens=100, on_gpu=True).gathered
-            for one in (plain, replace(plain, fp8=config))
+            rank_memory([(item, model)], dims=ParallelDims(dp=ranks), tokens=100, on_gpu=True).gathered
+            for item in (plain, replace(plain, fp8=config))
         ]
         assert plan[0] == plan[1]
 
@@ -93,8 +93,8 @@ def test_the_plan_is_within_a_fifth_of_the_measured_peak(tmp_path, kind, shape, 
         path=str(tmp_path), dtype=dtype, optimizer=OptimizerConfig(), gradient_checkpointing=checkpointing
     )
     size = ModelShape.read(str(tmp_path))
-    found = rank_memory([(config, size)], dims=ParallelDims(), tokens=TOKENS, on_gpu=False)
-    assert found.peak == pytest.approx(measured_peak(config), rel=0.2)
+    result = rank_memory([(config, size)], dims=ParallelDims(), tokens=TOKENS, on_gpu=False)
+    assert result.peak == pytest.approx(measured_peak(config), rel=0.2)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -148,10 +148,10 @@ def kept_bytes(model, layout) -> int:
     if not inputs:
         inputs = [torch.randn(64, 3 * layout.temporal_patch_size * layout.patch_size**2), torch.tensor([[1, 8, 8]])]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        found = model.base_model.get_image_features(
+        result = model.base_model.get_image_features(
             inputs[0][None] if layout.is_batched else inputs[0], *inputs[1:], return_dict=True
         )
-    del found
+    del result
     return sum(seen.values())
 
 
@@ -188,13 +188,16 @@ def test_a_model_that_does_not_fit_is_refused_with_the_option_to_change(seven_bi
     assert problems_of(seven_billion, eight, mb_spec=MicroBatchSpec(max_tokens_per_mb=2048)) == []
     [ranks] = problems_of(seven_billion, Machine(cores=64, gpus=("0", "1")), **checkpointed)
     assert ranks.startswith("allocation_mode: ")
-    lower, one = checkpointed | {"mb_spec": MicroBatchSpec(max_tokens_per_mb=2048)}, Machine(cores=64, gpus=("0", "1"))
+    lower, first = (
+        checkpointed | {"mb_spec": MicroBatchSpec(max_tokens_per_mb=2048)},
+        Machine(cores=64, gpus=("0", "1")),
+    )
     offloads = {"none": {}, "optimizer": {"offload_optimizer": True}, "all": {"offload_params": True}}
-    found = {
-        name: len(problems_of(seven_billion, one, **lower, fsdp=FSDPEngineConfig(**options)))
+    result = {
+        name: len(problems_of(seven_billion, first, **lower, fsdp=FSDPEngineConfig(**options)))
         for name, options in offloads.items()
     }
-    assert found == {"none": 1, "optimizer": 0, "all": 0}, "the advice helps"
+    assert result == {"none": 1, "optimizer": 0, "all": 0}, "the advice helps"
     [host] = problems_of(seven_billion, Machine(cores=64), host_gib=64)
     assert host.startswith("allocation_mode: ")
     assert problems_of(seven_billion, Machine(cores=64)) == []
@@ -252,10 +255,10 @@ def test_states_of_running_sequences_are_part_of_the_memory_of_a_server(tmp_path
         "num_key_value_heads": 2, "vocab_size": 32000,
     }  # fmt: skip
     each = 2 * 3 * (32 * 128 * 128 + (2 * 16 * 128 + 32 * 128) * 4)  # of a sequence, in bfloat16
-    one, two = (write_shape(tmp_path / name, **sizes, **more) for name, more in (("plain", {}), ("linear", linear)))
+    first, two = (write_shape(tmp_path / name, **sizes, **more) for name, more in (("plain", {}), ("linear", linear)))
     machine = Machine(cores=2)
     served = []
-    for path in (one, two):
+    for path in (first, two):
         config = replace(GRPOConfig(), allocation_mode="native:d1+fsdp:d1")
         config = replace(config, actor=replace(config.actor, path=path, optimizer=OptimizerConfig()))
         plan = make_plan(config, [machine])

@@ -44,8 +44,8 @@ def connections(run_dir):
         return opened[-1]
 
     yield connect
-    for one in opened:
-        one.close()
+    for item in opened:
+        item.close()
 
 
 def backend_of(connect, silence_s):
@@ -227,7 +227,7 @@ with beating_thread(launched_heartbeat()) as heartbeat:
 
 def test_the_heartbeat_of_a_process_on_a_node_comes_through_its_connection(backend, tmp_path):
     pid = backend.start(program(tmp_path, BEATS))
-    beat = wait_for(lambda: (found := backend.beats().get("server-0")) and found.doing == "trains" and found)
+    beat = wait_for(lambda: (result := backend.beats().get("server-0")) and result.doing == "trains" and result)
     assert (beat.pid, beat.step) == (pid, 3)
     assert wait_for(lambda: backend.beats()["server-0"].resident_bytes) > 2**20
 
@@ -321,9 +321,9 @@ def choice(link, tmp_path):
     )
     made.reachable, made.hosts, made.attempts, made.links = reachable, hosts, attempts, links
     yield made
-    for one in (*links.values(), *made.pending):
-        one._transport.kill()
-        one.close()
+    for item in (*links.values(), *made.pending):
+        item._transport.kill()
+        item.close()
 
 
 def test_a_process_of_a_lost_node_starts_on_another_one_and_returns_with_its_node(choice, tmp_path):
@@ -348,8 +348,8 @@ def test_a_process_of_a_lost_node_starts_on_another_one_and_returns_with_its_nod
     start_again()
     assert choice.attempts == ["node1"], "one attempt to connect at a time"
     choice.reachable.append("node1")
-    for one in choice.pending:
-        one._transport.kill()  # as if ssh gave up
+    for item in choice.pending:
+        item._transport.kill()  # as if ssh gave up
     wait_for(lambda: start_again() or address() == "10.0.0.1")
 
 
@@ -360,8 +360,8 @@ def test_a_node_that_is_added_later_is_connected_before_its_first_process(choice
     assert not choice.is_connected("node3")
     assert backend.start(planned) == 0
     assert "launch.node_unreachable" in backend.last_lines("server-0").lines[-1]
-    for one in choice.pending:
-        one._transport.kill()
+    for item in choice.pending:
+        item._transport.kill()
     wait_for(lambda: choice.has_tried("node3"))
     choice.reachable.append("node3")
     wait_for(lambda: choice.has_tried("node3") and choice.is_connected("node3"))
@@ -376,9 +376,9 @@ def test_a_node_that_is_added_later_is_connected_before_its_first_process(choice
 def test_without_a_node_that_is_alive_a_start_counts_as_a_death(choice, tmp_path):
     backend = NodesBackend(choice.agent_for)
     choice.reachable.clear()
-    for one in choice.links.values():
-        one._transport.kill()
-    wait_for(lambda: all(one.lost for one in choice.links.values()))
+    for each in choice.links.values():
+        each._transport.kill()
+    wait_for(lambda: all(item.lost for item in choice.links.values()))
     assert backend.start(program(tmp_path, SLEEPS)) == 0
     assert backend.poll("server-0") == 75
     assert "launch.node_lost" in backend.last_lines("server-0").lines[-1]

@@ -40,7 +40,7 @@ def start(tmp_path):
 def test_a_process_of_the_run_is_waited_for(tmp_path, start):
     paths, told = RunPaths(tmp_path / "run"), []
     process = start(paths.root)
-    assert [(one.pid, one.name) for one in find_orphans(paths)] == [(process.pid, "trainer-1")]
+    assert [(orphan.pid, orphan.name) for orphan in find_orphans(paths)] == [(process.pid, "trainer-1")]
 
     def tell(text):
         told.append(text)

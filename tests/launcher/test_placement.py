@@ -29,7 +29,7 @@ def machines(*sizes, cores=8):
 
 
 def shown(places):
-    return [(one.machine.host.node, ",".join(one.gpus)) for one in places]
+    return [(item.machine.host.node, ",".join(item.gpus)) for item in places]
 
 
 def test_a_server_stays_on_one_machine_and_trainers_take_whole_machines_first():
@@ -50,8 +50,8 @@ def test_trainers_use_what_servers_leave_once_no_whole_machine_is_free():
 
 def test_a_server_that_needs_more_than_a_machine_takes_whole_machines():
     placed = place(machines(8, 8, 8), Demand(count=1, gpus=16), Demand(count=4, gpus=1))
-    assert [len(one.gpus) for one in placed.servers[0]] == [8, 8]
-    assert [one.machine.host.node for one in placed.servers[0]] == ["node1", "node2"]
+    assert [len(server.gpus) for server in placed.servers[0]] == [8, 8]
+    assert [server.machine.host.node for server in placed.servers[0]] == ["node1", "node2"]
 
 
 @pytest.mark.parametrize(
@@ -91,39 +91,39 @@ def test_no_gpu_is_used_twice_and_ranks_of_a_machine_follow_each_other(sizes, nu
     spare = [(machine.host.node, gpu) for machine, gpus in placed.spare_gpus for gpu in gpus]
     assert len(used) == len(set(used)) == num_servers * size + num_trainers
     assert sorted(used + spare) == [(f"node{i}", str(gpu)) for i, count in enumerate(sizes, 1) for gpu in range(count)]
-    nodes = [one.machine.host.node for one in placed.trainers]
+    nodes = [trainer.machine.host.node for trainer in placed.trainers]
     assert len([1 for a, b in itertools.pairwise(nodes) if a != b]) == max(0, len(set(nodes)) - 1)
 
 
 def again(wanted, alive, in_use, gpu_limit=8):
-    found = place_again(wanted, alive, in_use, gpu_limit=gpu_limit)
-    return None if found is None else (found.machine.host.node, ",".join(found.gpus))
+    actual = place_again(wanted, alive, in_use, gpu_limit=gpu_limit)
+    return None if actual is None else (actual.machine.host.node, ",".join(actual.gpus))
 
 
 def test_a_process_starts_again_where_it_was_if_that_machine_is_alive():
-    one, two = machines(4, 4)
-    assert again(Place(machine=two, gpus=("1",)), [one, two], [Place(machine=two, gpus=("0",))]) == ("node2", "1")
-    assert again(Place(machine=two), [one, two], [Place(machine=two)]) == ("node2", "")
+    first, two = machines(4, 4)
+    assert again(Place(machine=two, gpus=("1",)), [first, two], [Place(machine=two, gpus=("0",))]) == ("node2", "1")
+    assert again(Place(machine=two), [first, two], [Place(machine=two)]) == ("node2", "")
 
 
 def test_a_process_of_a_lost_machine_takes_free_gpus_of_another_one():
-    one, two, three = machines(2, 4, 4)
+    first, two, three = machines(2, 4, 4)
     wanted = Place(machine=three, gpus=("0", "1"))
-    taken = [Place(machine=one, gpus=("0",)), Place(machine=two, gpus=("1",))]
-    assert again(wanted, [one, two], taken) == ("node2", "0,2")
-    assert again(wanted, [one, two], taken, gpu_limit=2) is None
+    taken = [Place(machine=first, gpus=("0",)), Place(machine=two, gpus=("1",))]
+    assert again(wanted, [first, two], taken) == ("node2", "0,2")
+    assert again(wanted, [first, two], taken, gpu_limit=2) is None
     assert again(wanted, [], []) is None
 
 
 def test_gpus_that_another_process_took_meanwhile_are_not_used_twice():
-    one, two = machines(2, 2)
-    wanted = Place(machine=one, gpus=("0",))
-    assert again(wanted, [one, two], [Place(machine=one, gpus=("0",))]) == ("node1", "1")
+    first, two = machines(2, 2)
+    wanted = Place(machine=first, gpus=("0",))
+    assert again(wanted, [first, two], [Place(machine=first, gpus=("0",))]) == ("node1", "1")
 
 
 def test_a_process_on_the_cpu_moves_to_the_machine_with_the_fewest_processes():
-    one, two, three = machines(0, 0, 0)
-    assert again(Place(machine=three), [one, two], [Place(machine=one)]) == ("node2", "")
+    first, two, three = machines(0, 0, 0)
+    assert again(Place(machine=three), [first, two], [Place(machine=first)]) == ("node2", "")
 
 
 @pytest.mark.parametrize(

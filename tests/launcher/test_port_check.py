@@ -28,11 +28,11 @@ def test_nodes_that_reach_each_other_pass_and_their_ports_are_closed_again(nodes
     monkeypatch.setattr(type(link), "send_reach", send)
     check_ports(nodes)
     assert {(node, target[0]) for node, targets in asked for target in targets} == {
-        (one, other) for one in nodes for other in nodes if one != other
+        (item, other) for item in nodes for other in nodes if item != other
     }
-    found = unreachable(asked[0][1], 1.0, lambda: None)
-    assert "node2" in found
-    assert "node3" in found
+    result = unreachable(asked[0][1], 1.0, lambda: None)
+    assert "node2" in result
+    assert "node3" in result
 
 
 def test_a_node_whose_port_accepts_nothing_is_named(nodes, monkeypatch):
@@ -63,7 +63,7 @@ def test_a_port_that_does_not_answer_is_named_after_the_limit(monkeypatch):
     probe, calls = PortProbe(), []
     targets = [("node2", LOOPBACK, probe.open_port(LOOPBACK))]
     assert unreachable(targets, 1.0, lambda: None) == ""
-    found = unreachable(targets, 0.2, lambda: calls.append(1))
-    assert "node2" in found
+    result = unreachable(targets, 0.2, lambda: calls.append(1))
+    assert "node2" in result
     assert calls
     assert probe.open_port("") == 0

@@ -100,8 +100,10 @@ def test_router_options_need_a_model_with_experts(tmp_path, option):
     actor = PPOActorConfig(path=str(tmp_path), optimizer=OptimizerConfig(), **{option: True})  # type: ignore[arg-type]
     for experts, problems in (({}, 1), ({"num_experts": 4, "moe_intermediate_size": 4}, 0)):
         (tmp_path / "config.json").write_text(json.dumps(sizes | experts))
-        found = [one for one in missing_inputs(ppo_config(tmp_path, actor=actor), "x.py") if f"actor.{option}" in one]
-        assert len(found) == problems
+        result = [
+            item for item in missing_inputs(ppo_config(tmp_path, actor=actor), "x.py") if f"actor.{option}" in item
+        ]
+        assert len(result) == problems
 
 
 def ppo_config(tmp_path, **fields):

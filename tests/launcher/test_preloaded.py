@@ -144,7 +144,9 @@ def test_a_forked_process_of_the_run_is_an_orphan_for_the_next_launcher(parent, 
     made = parent.fork(argv, {**os.environ, **AT_IMPORT, **context.to_env()}, tmp_path / "log", ())
     assert made is not None
     facts_in(tmp_path / "log")
-    assert [(one.pid, one.name) for one in find_orphans(RunPaths(tmp_path / "run"))] == [(made.pid, "trainer-0")]
+    assert [(orphan.pid, orphan.name) for orphan in find_orphans(RunPaths(tmp_path / "run"))] == [
+        (made.pid, "trainer-0")
+    ]
     made.send_signal(signal.SIGKILL)
     assert made.wait() == -signal.SIGKILL
 

@@ -30,11 +30,11 @@ def test_processes_with_gpus_reserve_their_threads_and_memory():
         Machine(cores=4, memory_bytes=300 * MIB, host=Host(node="b")),
     ]
     options = LauncherConfig(inference_server_mem_per_gpu=400, trainer_mem_per_gpu=600)
-    found = {one.name: resources for one, resources in demands(plan, machines, options)}
-    assert found["controller"] == {"CPU": 1.0}
-    assert found["server-0"] == {"CPU": 8.0, "GPU": 2.0, "memory": 800.0 * MIB}
+    result = {item.name: resources for item, resources in demands(plan, machines, options)}
+    assert result["controller"] == {"CPU": 1.0}
+    assert result["server-0"] == {"CPU": 8.0, "GPU": 2.0, "memory": 800.0 * MIB}
     half = {"CPU": 2.0, "GPU": 1.0, "memory": 150.0 * MIB}  # the node has less than both ranks want
-    assert found["trainer-0"] == found["trainer-1"] == half
+    assert result["trainer-0"] == result["trainer-1"] == half
 
 
 def test_a_run_uses_the_chosen_nodes_of_ray():

@@ -35,30 +35,30 @@ def decision(*deaths, role="trainer", num_restarts=0, recover=ALWAYS, disk_probl
     ],
 )
 def test_a_transient_death_leads_to_a_restart(role, exit_code, was_ready, ends_run):
-    found = decision(death(exit_code, was_ready=was_ready), role=role)
-    assert found.ends_run == ends_run
-    assert found.reason == ""
+    result = decision(death(exit_code, was_ready=was_ready), role=role)
+    assert result.ends_run == ends_run
+    assert result.reason == ""
 
 
 @pytest.mark.parametrize("mode", ["disabled", "auto", "fault", "resume"])
 @pytest.mark.parametrize("role", ["server", "controller", "trainer"])
 def test_only_trainers_need_a_recovery_mode(role, mode):
-    found = decision(death(-9), role=role, recover=RecoverConfig(mode=mode, freq_steps=1))
-    assert found.ends_run == (role == "trainer" and mode == "disabled")
-    assert ("recover.mode=disabled" in found.reason) == found.ends_run
+    result = decision(death(-9), role=role, recover=RecoverConfig(mode=mode, freq_steps=1))
+    assert result.ends_run == (role == "trainer" and mode == "disabled")
+    assert ("recover.mode=disabled" in result.reason) == result.ends_run
 
 
 def test_restarts_without_progress_are_limited():
     assert not decision(death(-9), num_restarts=2).ends_run
-    found = decision(death(-9), num_restarts=3)
-    assert found.ends_run
-    assert "3 restarts (recover.retries=3)" in found.reason
+    result = decision(death(-9), num_restarts=3)
+    assert result.ends_run
+    assert "3 restarts (recover.retries=3)" in result.reason
     assert decision(death(-9), recover=RecoverConfig(mode="auto", freq_steps=1, retries=0)).ends_run
 
 
 def test_a_full_disk_prevents_restarts():
-    found = decision(death(-9), disk_problem="the disk is full")
-    assert (found.ends_run, found.reason) == (True, "the disk is full")
+    result = decision(death(-9), disk_problem="the disk is full")
+    assert (result.ends_run, result.reason) == (True, "the disk is full")
 
 
 def test_the_rank_with_the_error_is_the_cause():
@@ -95,5 +95,5 @@ def test_backoff_doubles_up_to_ten_seconds():
     ("server", True, True), ("server", False, False), ("trainer", True, False), ("controller", True, False),
 ])  # fmt: skip
 def test_a_server_that_cannot_restart_is_removed_while_others_serve(role, others_serve, gives_up):
-    found = decision(death(-9), role=role, num_restarts=3, others_serve=others_serve)
-    assert (found.gives_up, found.ends_run) == (gives_up, not gives_up)
+    result = decision(death(-9), role=role, num_restarts=3, others_serve=others_serve)
+    assert (result.gives_up, result.ends_run) == (gives_up, not gives_up)

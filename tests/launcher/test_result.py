@@ -90,12 +90,12 @@ def test_the_main_metrics_are_means_of_the_first_and_last_tenth():
     rows[0]["eval/greedy/reward"] = 0.25
     rows[1]["eval/greedy/reward"] = None  # was not finite
     rows[1]["eval/greedy/episode/reward"] = 9.0
-    found = main_metrics(rows)
-    assert found == {
+    result = main_metrics(rows)
+    assert result == {
         "rollout/reward": {"first": (0.5 + 1.0) / 2, "last": (9.5 + 10.0) / 2},
         "eval/greedy/reward": {"first": 0.25, "last": 0.25},
     }
-    head, *lines = metrics_text(found)
+    head, *lines = metrics_text(result)
     assert [line.split() for line in lines] == [
         ["rollout/reward", "0.75", "9.75"],
         ["eval/greedy/reward", "0.25", "0.25"],

@@ -73,10 +73,10 @@ def test_versions_are_reported_in_one_line(interpreter):
 
 def test_nccl_of_both_ends_is_known_from_the_metadata_of_their_environments(interpreter, monkeypatch):
     other = interpreter(reporting(vllm="0.32.0", **{"nvidia-nccl-cu12": "2.27.3"}))
-    own = other.with_name("own")
-    own.write_text("#!/bin/sh\n" + reporting(**{"nvidia-nccl-cu13": "2.28.9"}))
-    own.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(own))
+    ours = other.with_name("own")
+    ours.write_text("#!/bin/sh\n" + reporting(**{"nvidia-nccl-cu13": "2.28.9"}))
+    ours.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(ours))
     same = nccl_versions(GRPOConfig(allocation_mode="native:d1+fsdp:d1"))
     assert (same.trainers, same.servers) == ("2.28.9", "2.28.9")
     different = nccl_versions(config_of("vllm", other))
@@ -97,9 +97,9 @@ def test_nccl_of_both_ends_is_known_from_the_metadata_of_their_environments(inte
     ],
 )
 def test_a_version_that_is_too_old_is_refused(interpreter, backend, version, oldest):
-    found = check(config_of(backend, interpreter(reporting(**{backend: version}))))
-    assert len(found) == bool(oldest)
-    assert all(text.startswith("server_python: ") and version in text and oldest in text for text in found)
+    result = check(config_of(backend, interpreter(reporting(**{backend: version}))))
+    assert len(result) == bool(oldest)
+    assert all(text.startswith("server_python: ") and version in text and oldest in text for text in result)
 
 
 @pytest.mark.parametrize("versions", [{"vllm": "0.32.0+cpu"}, {"vllm": "0.32.0", "torch": "2.9.0+cpu"}])
@@ -113,9 +113,9 @@ def test_a_cpu_build_is_refused_where_servers_get_gpus(interpreter, versions):
 
 def test_a_real_environment_answers_quickly_and_imports_nothing():
     began_s = time.monotonic()
-    found = environment_versions(sys.executable, ("torch", "no-such-package"))
-    assert found["torch"]
-    assert found["no-such-package"] == ""
+    result = environment_versions(sys.executable, ("torch", "no-such-package"))
+    assert result["torch"]
+    assert result["no-such-package"] == ""
     assert time.monotonic() - began_s < 10, "an import of torch alone takes seconds on a busy machine"
 
 
@@ -171,8 +171,8 @@ def test_flags_without_effect_are_listed_once():
     both = {"sglang": {"a": 1}, "vllm": {"swap_space": 4}, "native": NativeServerConfig(dtype="float32")}
     (ignored,) = notices(config_of("vllm", **both))
     assert ignored.endswith(": vllm.swap_space")
-    assert [one.path for one in options_without_effect(config_of("vllm", **both))] == ["native.dtype", "sglang"]
-    assert [one.path for one in options_without_effect(config_of("native", "/python"))] == ["server_python"]
+    assert [item.path for item in options_without_effect(config_of("vllm", **both))] == ["native.dtype", "sglang"]
+    assert [item.path for item in options_without_effect(config_of("native", "/python"))] == ["server_python"]
     attached = InferenceEngineConfig(server_addrs=["127.0.0.1:1"])
     assert notices(config_of("vllm", vllm={"seed": 1}, rollout=attached))[0].startswith("areal: vllm: ")
 

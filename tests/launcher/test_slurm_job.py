@@ -70,24 +70,24 @@ def directives(config, **options):
 
 
 def test_a_further_option_of_sbatch_may_have_spaces() -> None:
-    found, _ = directives(config_of(sbatch_additional_args="'--begin=2027-01-01 10:00' --constraint=a100"))
-    assert (found["--begin"], found["--constraint"]) == ("2027-01-01 10:00", "a100")
+    result, _ = directives(config_of(sbatch_additional_args="'--begin=2027-01-01 10:00' --constraint=a100"))
+    assert (result["--begin"], result["--constraint"]) == ("2027-01-01 10:00", "a100")
 
 
 def test_the_script_names_everything_that_the_job_needs(tmp_path, monkeypatch) -> None:
     (tmp_path / "a b").mkdir()
     monkeypatch.chdir(tmp_path / "a b")
-    found, script = directives(config_of(time_limit="12:00:00", partition="p", account="a", qos="q", reservation="r"))
-    assert found["--nodes"] == "2"
-    assert found["--gpus-per-node"] == "4"
-    assert found["--cpus-per-task"] == "32"
-    assert found["--mem"] == "65536M"
-    assert found["--time"] == "12:00:00"
-    assert [found[f"--{name}"] for name in ("partition", "account", "qos", "reservation")] == ["p", "a", "q", "r"]
-    assert found["--signal"] == "B:USR1@120"
-    assert "--requeue" in found
-    assert "--no-kill" not in found  # with it Slurm also keeps a job whose first node, with the launcher, is lost
-    assert found["--chdir"] == str(tmp_path / "a b")
+    result, script = directives(config_of(time_limit="12:00:00", partition="p", account="a", qos="q", reservation="r"))
+    assert result["--nodes"] == "2"
+    assert result["--gpus-per-node"] == "4"
+    assert result["--cpus-per-task"] == "32"
+    assert result["--mem"] == "65536M"
+    assert result["--time"] == "12:00:00"
+    assert [result[f"--{name}"] for name in ("partition", "account", "qos", "reservation")] == ["p", "a", "q", "r"]
+    assert result["--signal"] == "B:USR1@120"
+    assert "--requeue" in result
+    assert "--no-kill" not in result  # with it Slurm also keeps a job whose first node, with the launcher, is lost
+    assert result["--chdir"] == str(tmp_path / "a b")
     command = shlex.split(script.splitlines()[-1])
     inside = [sys.executable, "-m", "areal.launcher.slurm", "--inside"]
     assert command[:4] == ["exec", sys.executable, "-S", "-c"]
@@ -111,15 +111,15 @@ def test_a_signal_that_comes_while_the_launcher_starts_is_held_back_for_it() -> 
 
 def test_a_job_excludes_nodes_and_requests_none_by_name() -> None:
     config = dataclasses.replace(config_of(), launcher=LauncherConfig(nodelist="n[1-3]", exclude="n3"))
-    found, _ = directives(config, exclude="n0,n3")
-    assert (found["--exclude"], "--nodelist" in found) == ("n0,n3", False)
+    result, _ = directives(config, exclude="n0,n3")
+    assert (result["--exclude"], "--nodelist" in result) == ("n0,n3", False)
     assert "--exclude" not in directives(config_of())[0]
 
 
 def test_a_run_that_does_not_recover_is_not_requeued() -> None:
-    found, _ = directives(config_of(recover="disabled"))
-    assert "--no-requeue" in found
-    assert "--signal" not in found
+    result, _ = directives(config_of(recover="disabled"))
+    assert "--no-requeue" in result
+    assert "--signal" not in result
 
 
 def test_resources_are_those_of_the_fullest_node() -> None:
@@ -128,9 +128,9 @@ def test_resources_are_those_of_the_fullest_node() -> None:
         dataclasses.replace(planned_process("trainer-0"), host=Host(node="node2"), gpus=("0",)),
     )
     launcher = LauncherConfig(inference_server_cpus_per_gpu=3, inference_server_mem_per_gpu=100)
-    found = resources_of(SimpleNamespace(processes=processes), dataclasses.replace(config_of(), launcher=launcher))
-    assert (found.nodes, found.gpus, found.cpus) == (2, 4, 6)
-    assert found.memory_mib == launcher.trainer_mem_per_gpu
+    result = resources_of(SimpleNamespace(processes=processes), dataclasses.replace(config_of(), launcher=launcher))
+    assert (result.nodes, result.gpus, result.cpus) == (2, 4, 6)
+    assert result.memory_mib == launcher.trainer_mem_per_gpu
 
 
 @pytest.mark.parametrize(
@@ -195,13 +195,13 @@ def components(allocation, gpus_per_node):
 
 def test_separate_jobs_request_what_their_component_needs() -> None:
     config = components("sglang:d2t2+fsdp:d12", 8)
-    found = {one.name: one.needs for one in components_of(config)}
-    assert {name: (needs.nodes, needs.gpus, needs.cpus) for name, needs in found.items()} == {
+    result = {item.name: item.needs for item in components_of(config)}
+    assert {name: (needs.nodes, needs.gpus, needs.cpus) for name, needs in result.items()} == {
         "controller": (1, 0, 1), "server-0": (1, 2, 8), "server-1": (1, 2, 8), "trainers": (2, 6, 24)
     }  # fmt: skip
-    assert resources_of(SimpleNamespace(processes=()), config) == found["controller"]
+    assert resources_of(SimpleNamespace(processes=()), config) == result["controller"]
     machines = machines_of(config)
-    assert [(one.host.node, len(one.gpus)) for one in machines] == [
+    assert [(machine.host.node, len(machine.gpus)) for machine in machines] == [
         ("controller", 0), ("server-0", 2), ("server-1", 2), ("trainers-0", 6), ("trainers-1", 6)
     ]  # fmt: skip
 
@@ -225,17 +225,17 @@ def test_the_job_of_a_component_watches_the_job_of_the_launcher() -> None:
     config = components("sglang:d2t2+fsdp:d12", 8)
     trainers = components_of(config)[-1]
     script = component_script(config, trainers, folder=Path("/runs/slurm"), main_job="7", exclude="n1,n2")
-    found = directives_in(script)
-    assert (found["--nodes"], found["--gpus-per-node"], found["--mem"]) == ("2", "6", f"{6 * 32768}M")
-    assert "--no-requeue" in found
-    assert (found["--exclude"], "--nodelist" in found) == ("n1,n2", False)
+    result = directives_in(script)
+    assert (result["--nodes"], result["--gpus-per-node"], result["--mem"]) == ("2", "6", f"{6 * 32768}M")
+    assert "--no-requeue" in result
+    assert (result["--exclude"], "--nodelist" in result) == ("n1,n2", False)
     assert "--jobs=7 " in script
 
 
 def test_a_sweep_is_an_array_of_jobs_with_a_configuration_each() -> None:
-    found, script = directives(config_of(), runs=[Path("/runs/a 0"), Path("/runs/a 1")], at_once=1)
-    assert found["--array"] == "0-1%1"
-    assert found["--output"].endswith("job-%A_%a.log")
+    result, script = directives(config_of(), runs=[Path("/runs/a 0"), Path("/runs/a 1")], at_once=1)
+    assert result["--array"] == "0-1%1"
+    assert result["--output"].endswith("job-%A_%a.log")
     commands = script.replace("exec ", "printf '%s\\n' ")
     for index in (0, 1):
         done = subprocess.run(

@@ -42,7 +42,7 @@ class FakeSlurm:
     """Reports for each job the next of its states; the last one stays. KeyboardInterrupt is a Ctrl-C at that moment."""
 
     def __init__(self, **states) -> None:
-        self.states = {job: list(found) for job, found in states.items()}
+        self.states = {job: list(item) for job, item in states.items()}
         self.cancelled: list[str] = []
 
     def look(self, job):

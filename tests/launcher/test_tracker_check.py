@@ -92,9 +92,9 @@ def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
         "swanlab": SwanlabConfig(mode="local", logdir="/proc/nope"),
         "trackio": TrackioConfig(mode="local"),
     }
-    found = places(problems_with(**stats))
-    assert found[:3] == ["tensorboard.path", "swanlab.logdir", "TRACKIO_DIR"]
-    assert places(problems_with(node="elsewhere", **stats)) == found[3:]
+    result = places(problems_with(**stats))
+    assert result[:3] == ["tensorboard.path", "swanlab.logdir", "TRACKIO_DIR"]
+    assert places(problems_with(node="elsewhere", **stats)) == result[3:]
 
 
 def test_mlflow_needs_an_address(monkeypatch, tmp_path):

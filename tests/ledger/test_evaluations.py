@@ -14,31 +14,31 @@ def rows(values):
 def test_a_constant_difference_of_the_same_rows_has_no_spread_and_no_verdict():
     random = np.random.default_rng(1)
     base = random.normal(size=50)
-    found = difference_interval(rows(base + 0.25), rows(base), is_paired=True)
-    assert (found.difference, found.low, found.high) == pytest.approx((0.25, 0.25, 0.25))
-    assert (found.is_paired, found.num_rows) == (True, 50)
+    result = difference_interval(rows(base + 0.25), rows(base), is_paired=True)
+    assert (result.difference, result.low, result.high) == pytest.approx((0.25, 0.25, 0.25))
+    assert (result.is_paired, result.num_rows) == (True, 50)
     exact = difference_interval(rows([1.0] * 50), rows([0.0] * 50), is_paired=True)
     assert exact.verdict == "not decided, all draws are equal"
 
 
 def test_the_interval_has_the_width_of_the_standard_error():
     random = np.random.default_rng(2)
-    one, other = random.normal(0.0, 1, 400), random.normal(0, 1, 400)
-    found = difference_interval(rows(one), rows(other), is_paired=False)
-    error = np.sqrt(one.var() / 400 + other.var() / 400)
-    assert found.difference == pytest.approx(one.mean() - other.mean())
-    assert found.high - found.low == pytest.approx(2 * 1.96 * error, rel=0.08)
-    assert found.verdict == "not decided"
+    first, other = random.normal(0.0, 1, 400), random.normal(0, 1, 400)
+    result = difference_interval(rows(first), rows(other), is_paired=False)
+    error = np.sqrt(first.var() / 400 + other.var() / 400)
+    assert result.difference == pytest.approx(first.mean() - other.mean())
+    assert result.high - result.low == pytest.approx(2 * 1.96 * error, rel=0.08)
+    assert result.verdict == "not decided"
 
 
 def test_other_rows_are_drawn_separately():
-    one, other = rows([1.0, 0.0, 1.0]), {0: 1.0, 2: 0.0}
-    assert not difference_interval(one, other, is_paired=True).is_paired
+    first, other = rows([1.0, 0.0, 1.0]), {0: 1.0, 2: 0.0}
+    assert not difference_interval(first, other, is_paired=True).is_paired
 
 
 def test_the_text_has_sign_interval_rows_and_verdict():
-    found = difference_interval(rows([0.0] * 9), rows([1.0] * 9), is_paired=True)
-    assert found.text == "difference -1.000 [-1.000, -1.000] (9 rows, paired): not decided, fewer than 10 rows"
+    result = difference_interval(rows([0.0] * 9), rows([1.0] * 9), is_paired=True)
+    assert result.text == "difference -1.000 [-1.000, -1.000] (9 rows, paired): not decided, fewer than 10 rows"
 
 
 def test_the_verdict_is_the_side_of_zero_on_which_the_interval_is():
@@ -56,8 +56,8 @@ def test_the_newest_rewards_of_each_evaluation_are_read(tmp_path):
         {"event": "evaluated", "step": 3, "mode": "sampled", "result": {}, "at": 1.0}
     )  # before areal had them
     forge.write()
-    found = row_rewards(tmp_path)
-    assert {name: (one.step, dict(one.rewards)) for name, one in found.items()} == {
+    result = row_rewards(tmp_path)
+    assert {name: (item.step, dict(item.rewards)) for name, item in result.items()} == {
         "eval/greedy": (2, {0: 1.0}),
         "eval/greedy/hard": (2, {3: 0.25}),
     }

@@ -195,10 +195,10 @@ def test_long_lists_are_shortened_in_text_but_not_in_json(forge):
     text = "\n".join(report.lines())
     assert "it holds episodes 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 ... and 30 more" in text
     assert "VIOLATION [verdict] ... and 20 more (--json lists all)" in text
-    found = report.to_json()
-    assert found["violations"][-1]["episodes"] == tuple(range(6, 46))
-    assert len(found["violations"]) == 31
-    orjson.dumps(found)
+    result = report.to_json()
+    assert result["violations"][-1]["episodes"] == tuple(range(6, 46))
+    assert len(result["violations"]) == 31
+    orjson.dumps(result)
 
 
 def test_audit_may_run_while_the_ledger_is_written(forge):
@@ -236,6 +236,6 @@ def test_images_of_payloads_must_be_unchanged_files(forge):
     assert audit(forge.folder).is_clean
     files.path(images[1].sha256).write_bytes(b"2")
     report = audit(forge.folder)
-    assert [(one.rule, one.episodes) for one in report.violations] == [("image", (0,))]
+    assert [(violation.rule, violation.episodes) for violation in report.violations] == [("image", (0,))]
     files.path(images[0].sha256).unlink()
     assert len(audit(forge.folder).violations) == 2

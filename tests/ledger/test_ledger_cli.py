@@ -78,14 +78,16 @@ def test_json_output_is_complete(forge, capsys, tmp_path):
     events_path(forge.folder, 1).rename(tmp_path / "kept")
     forge.write()
     status, out, _ = run(capsys, "audit", tmp_path, "--json")
-    found = json.loads(out)
+    result = json.loads(out)
     assert status == 1
-    assert not found["clean"]
-    assert [number for violation in found["violations"] for number in violation["episodes"]][-50:] == list(range(7, 57))
+    assert not result["clean"]
+    assert [number for violation in result["violations"] for number in violation["episodes"]][-50:] == list(
+        range(7, 57)
+    )
     (tmp_path / "kept").rename(events_path(forge.folder, 1))
     status, out, _ = run(capsys, "audit", tmp_path, "--json")
-    found = json.loads(out)
-    assert (status, found["clean"], found["num_admitted"], found["trained_again"]) == (0, True, 7, [1])
+    result = json.loads(out)
+    assert (status, result["clean"], result["num_admitted"], result["trained_again"]) == (0, True, 7, [1])
 
 
 def test_the_history_of_an_episode(forge):
@@ -166,9 +168,9 @@ def test_stats_of_a_ledger(forge, capsys, tmp_path):
     assert "  0 ######################################## 3 (50.0%)\n" in out
     assert "  2 ##############                           1 (16.7%)\n" in out
     status, out, _ = run(capsys, "stats", tmp_path, "--json")
-    found = json.loads(out)
-    assert found["histograms"]["staleness"]["bins"][2] == {"from": 2.0, "to": 2.0, "count": 1}
-    assert found["reasons"] == {"failed: ValueError": 1}
+    result = json.loads(out)
+    assert result["histograms"]["staleness"]["bins"][2] == {"from": 2.0, "to": 2.0, "count": 1}
+    assert result["reasons"] == {"failed: ValueError": 1}
 
 
 def test_stats_skip_unreadable_payloads(forge, capsys, tmp_path):

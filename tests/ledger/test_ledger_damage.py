@@ -25,18 +25,18 @@ def no_fsync(monkeypatch):
 
 def continue_ledger(folder, started):
     """What the next controller does: recover, then write."""
-    found = recover_folder(folder)
-    writer = GroupWriter(folder, found.next_number, after=found.end)
+    result = recover_folder(folder)
+    writer = GroupWriter(folder, result.next_number, after=result.end)
     writer.write([started], [])
     writer.close()
-    return found
+    return result
 
 
 def group_ends(data):
     """Offsets behind each group of a file."""
     starts = [0]
-    while (found := data.find(b'{"event":"group","number":', starts[-1] + 1)) >= 0:
-        starts.append(found)
+    while (result := data.find(b'{"event":"group","number":', starts[-1] + 1)) >= 0:
+        starts.append(result)
     return [*starts[1:], len(data)]
 
 
@@ -78,14 +78,14 @@ def test_events_cut_at_any_byte_lose_only_the_last_group(forge):
     for size in range(len(whole) + 1):
         restore(forge.folder, files | {events_path(forge.folder, 1): whole[:size]})
         intact = [end for end in ends if end <= size]
-        found = continue_ledger(forge.folder, forge.events[0])
-        assert found.end.number == len(intact)
+        result = continue_ledger(forge.folder, forge.events[0])
+        assert result.end.number == len(intact)
         assert events_path(forge.folder, 1).stat().st_size == (intact or [0])[-1], "the incomplete tail is cut"
         reader = LedgerReader(forge.folder)
         again = list(reader.events())
         assert reader.incomplete is None
         assert is_prefix(again[:-2], said)
-        assert found.state == LedgerState.replay(again[:-2])
+        assert result.state == LedgerState.replay(again[:-2])
         if len(intact) not in audited:
             audited.add(len(intact))
             assert audit(forge.folder).is_clean
@@ -119,11 +119,11 @@ def test_a_payload_cut_short_whose_event_was_not_written_is_ignored(forge):
     files = contents_of(forge.folder)
     for size in range(len(forge.payloads) + 1):
         restore(forge.folder, files | {payload_path(forge.folder, 1): forge.payloads[:size]})
-        found = recover_folder(forge.folder)
-        assert sorted(found.state.running) == [0, 1]
-        writer = GroupWriter(forge.folder, found.next_number, after=found.end)
-        again = [event | {"payload": (found.next_number, *event["payload"][1:])} for event in accepted]
-        writer.write(again, [(found.next_number, forge.payloads)])
+        result = recover_folder(forge.folder)
+        assert sorted(result.state.running) == [0, 1]
+        writer = GroupWriter(forge.folder, result.next_number, after=result.end)
+        again = [event | {"payload": (result.next_number, *event["payload"][1:])} for event in accepted]
+        writer.write(again, [(result.next_number, forge.payloads)])
         writer.close()
         report = audit(forge.folder)
         assert report.is_clean, report.lines()
@@ -139,8 +139,8 @@ def test_a_changed_event_byte_is_an_error_or_cuts_the_last_group(forge):
     for offset in range(len(whole)):
         path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1 << offset % 8]) + whole[offset + 1 :])
         reader = LedgerReader(forge.folder)
-        found = list(itertools.chain.from_iterable(reader.groups()))
-        assert is_prefix(found, said)
+        result = list(itertools.chain.from_iterable(reader.groups()))
+        assert is_prefix(result, said)
         if offset < last_group:
             assert reader.damage
             assert reader.incomplete is None
@@ -280,10 +280,10 @@ def test_a_damaged_payload_of_a_served_batch_names_the_remedy(forge):
     forge.write()
     path = payload_path(forge.folder, 1)
     path.write_bytes(bytes([forge.payloads[0] ^ 1]) + forge.payloads[1:])
-    found = recover_folder(forge.folder).state
+    result = recover_folder(forge.folder).state
     ledger = Ledger.open(forge.folder)
     with raises_code("ledger.bad_payload", "episode 0", "step 2"):
-        ledger.payload(0, found.batches[0].payloads[0])
+        ledger.payload(0, result.batches[0].payloads[0])
 
 
 def test_a_file_of_another_ledger_or_of_a_second_writer_is_refused(forge, tmp_path):
@@ -293,8 +293,8 @@ def test_a_file_of_another_ledger_or_of_a_second_writer_is_refused(forge, tmp_pa
     with raises_code("ledger.damaged", "events-000003.jsonl"):
         recover_folder(forge.folder)
     restore(forge.folder, files)
-    found = recover_folder(forge.folder)
-    first, second = (GroupWriter(forge.folder, number, after=found.end) for number in (4, 5))
+    result = recover_folder(forge.folder)
+    first, second = (GroupWriter(forge.folder, number, after=result.end) for number in (4, 5))
     for writer in (first, second):
         writer.write([forge.events[0]], [])
         writer.close()

@@ -139,8 +139,8 @@ def test_a_failed_file_operation_loses_no_durable_event(forge, tmp_path, monkeyp
         monkeypatch.setattr(os, "fsync", disk.fsync)
         if power == "is cut at once":
             disk.cut_power()
-        found = recover_folder(forge.folder)
-        writer = GroupWriter(forge.folder, found.next_number, after=found.end)
+        result = recover_folder(forge.folder)
+        writer = GroupWriter(forge.folder, result.next_number, after=result.end)
         writer.write([forge.events[0]], [])
         writer.close()
         if power == "is cut once the next controller has written":

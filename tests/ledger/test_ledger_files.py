@@ -378,16 +378,16 @@ def test_the_counts_of_an_episode_are_those_of_its_payload(data):
 
 @pytest.mark.parametrize("difference", [0.5, math.inf])
 async def test_a_publication_has_the_result_of_the_weight_canary(tmp_path, difference):
-    found = CanaryReport(digest="0123456789abcdef", difference=difference, tolerance=0.1, differing=["server-1"])
+    result = CanaryReport(digest="0123456789abcdef", difference=difference, tolerance=0.1, differing=["server-1"])
 
     class Fleet(rollout_kit.FakeFleet):
         async def update_weights(self, update):
             await super().update_weights(update)
-            return found if update.version == 1 else None
+            return result if update.version == 1 else None
 
     await run_steps(Ledger.open(tmp_path), num_steps=2, fleet=Fleet())
     published = {event["version"]: event for event in LedgerReader(tmp_path).events() if event["event"] == "published"}
-    written = dataclasses.asdict(found) | {"difference": None if math.isinf(difference) else difference}
+    written = dataclasses.asdict(result) | {"difference": None if math.isinf(difference) else difference}
     assert published[1]["canary"] == written
     assert "canary" not in published[2]
     assert audit(tmp_path).is_clean

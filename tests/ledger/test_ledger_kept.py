@@ -36,9 +36,9 @@ def readable(folder):
 
 async def test_the_newest_keep_what_they_generated(tmp_path):
     await run(tmp_path)
-    found = [(record, answers) for record, answers in readable(tmp_path) if answers]
-    assert len(found) == LIMIT
-    for record, (answer,) in found:
+    result = [(record, answers) for record, answers in readable(tmp_path) if answers]
+    assert len(result) == LIMIT
+    for record, (answer,) in result:
         assert record.state in ("rejected", "failed")
         assert answer.token_ids == [record.row, 0, 1]
         assert math.isnan(answer.reward)
@@ -50,10 +50,10 @@ async def test_the_newest_keep_what_they_generated(tmp_path):
 
 async def test_a_group_that_the_filter_rejects_keeps_its_rewards(tmp_path):
     await run(tmp_path, accept=lambda group: group.trajectories[0].reward % 2 == 0)
-    found = [(record, answers) for record, answers in readable(tmp_path) if answers]
-    assert len(found) == LIMIT
-    assert all(record.reason == "filter" and answers[0].reward == record.row for record, answers in found)
-    assert all(record.row % 2 for record, _ in found)
+    result = [(record, answers) for record, answers in readable(tmp_path) if answers]
+    assert len(result) == LIMIT
+    assert all(record.reason == "filter" and answers[0].reward == record.row for record, answers in result)
+    assert all(record.row % 2 for record, _ in result)
 
 
 async def test_none_are_kept_with_a_limit_of_zero(tmp_path):
@@ -107,6 +107,6 @@ async def test_the_limit_holds_over_restarts_of_the_controller(tmp_path):
     ledger.fail(episode_id, "ValueError: no", kind="ValueError", payload=payload)
     await ledger.durable()
     await ledger.close()
-    found = set(kept_names(tmp_path))
-    assert len(found) == LIMIT
-    assert found - first == {(episode_id, 0)}
+    result = set(kept_names(tmp_path))
+    assert len(result) == LIMIT
+    assert result - first == {(episode_id, 0)}

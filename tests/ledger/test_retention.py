@@ -51,7 +51,11 @@ async def train(folder, keep, *, steps=range(NUM_STEPS), commits=range(1, NUM_ST
 def readable_steps(folder, state):
     """The steps all of whose payloads are there."""
     with PayloadReader(folder) as reader:
-        return [step for step, batch in state.batches.items() if all(is_there(reader, one) for one in batch.payloads)]
+        return [
+            step
+            for step, batch in state.batches.items()
+            if all(is_there(reader, payload) for payload in batch.payloads)
+        ]
 
 
 def is_there(reader, where):
@@ -107,8 +111,8 @@ async def images(forge):
     refs = {name: ImageRef(files.put(name.encode()), (1, 2, 2)) for name in IMAGE_NAMES}
 
     def answer(name):
-        (one,) = forge._short_answer(0, 0).trajectories
-        return TrajectoryGroup(trajectories=[replace(one, images=(refs[name],))])
+        (first,) = forge._short_answer(0, 0).trajectories
+        return TrajectoryGroup(trajectories=[replace(first, images=(refs[name],))])
 
     for number, name in ((0, "pruned"), (4, "waiting")):
         forge.answers[number] = answer(name)
@@ -163,8 +167,8 @@ async def test_a_kill_during_the_deletion_changes_nothing(tmp_path, monkeypatch,
     killed = tmp_path / "killed"
 
     def delete(folder, segments):
-        found = sorted(segments)[:num_deleted]
-        delete_segments(folder, found)
+        result = sorted(segments)[:num_deleted]
+        delete_segments(folder, result)
         if segments and not killed.exists():
             shutil.copytree(folder, killed)
         delete_segments(folder, segments)

@@ -46,10 +46,10 @@ def audited(folder, events, *accepted):
     folder.mkdir(exist_ok=True)
     (folder / "000001.jsonl").write_bytes(b"".join(orjson.dumps(event) + b"\n" for event in events) + b'{"event": "in')
     rules, report = TurnRules(), AuditReport()
-    for number, (turns, found, *overwritten) in enumerate(accepted):
+    for number, (turns, item, *overwritten) in enumerate(accepted):
         sessions = [{"session": "a", "overwritten": count} for count in overwritten]
         record = json.dumps({"sessions": sessions})
-        rules.accepted({"event": "accepted", "id": number, "turns": turns}, found, record)
+        rules.accepted({"event": "accepted", "id": number, "turns": turns}, item, record)
     rules.check(report, folder)
     return report
 
@@ -148,11 +148,11 @@ def rules_of(group, generated) -> set[str]:
             if is_trained:
                 turn = f"{names[row.session]}.{row.columns[TURNS][place]}"
                 places.setdefault(turn, []).append((place, token))
-    overwritten = sum(one["overwritten"] for one in json.loads(group.record)["sessions"])
+    overwritten = sum(item["overwritten"] for item in json.loads(group.record)["sessions"])
     lost = sum(map(len, generated.values())) - sum(map(len, places.values())) - overwritten
     broken = {"turn lost"} if lost > 0 else set()
-    for turn, found in places.items():
-        tokens = [token for _, token in sorted(found)]
+    for turn, each in places.items():
+        tokens = [token for _, token in sorted(each)]
         if turn not in generated:
             broken.add("turn not adopted")
         elif len(tokens) > len(generated[turn]):
@@ -194,17 +194,17 @@ def audited_ledger(forge, episodes):
     folder = forge.folder.parent / "turns"
     folder.mkdir()
     (folder / "000001.jsonl").write_bytes(b"".join(orjson.dumps(event) + b"\n" for event in journal))
-    found: dict[int, set[str]] = {}
+    result: dict[int, set[str]] = {}
     for violation in audit(forge.folder).violations:
         for number in violation.episodes:
-            found.setdefault(number, set()).add(violation.rule)
-    return found
+            result.setdefault(number, set()).add(violation.rule)
+    return result
 
 
 def test_random_sessions_are_clean_and_count_as_they_did(forge) -> None:
     dice = random.Random(47)
     episodes = [episode_of(dice, number) for number in range(300)]
-    assert [rules_of(*one) for one in episodes] == [set()] * len(episodes)
+    assert [rules_of(*episode) for episode in episodes] == [set()] * len(episodes)
     assert audited_ledger(forge, episodes) == {}
 
 
@@ -214,6 +214,6 @@ def test_a_fault_in_random_sessions_breaks_the_rules_that_an_independent_count_b
     for number in range(300):
         group, generated = episode_of(dice, number)
         episodes.append((with_fault(dice, group), generated))
-    expected = {number: rules for number, one in enumerate(episodes) if (rules := rules_of(*one))}
+    expected = {number: rules for number, item in enumerate(episodes) if (rules := rules_of(*item))}
     assert audited_ledger(forge, episodes) == expected
     assert min(Counter(rule for rules in expected.values() for rule in rules).values()) > 20

@@ -101,7 +101,7 @@ def weighs_once(engine) -> bool:
 def most_held(engine) -> float:
     """The most bytes of published weights that a rank holds besides its own, in multiples of the largest weight; a
     collective."""
-    own = {value.untyped_storage().data_ptr() for value in engine._weights.parameters.values()}
+    ours = {value.untyped_storage().data_ptr() for value in engine._weights.parameters.values()}
     sizes: list[int] = []
     alive: list[weakref.ref[torch.Tensor]] = []
     peak = 0
@@ -109,17 +109,17 @@ def most_held(engine) -> float:
         sizes.append(value.nbytes)
         alive.append(weakref.ref(value))
         del value
-        found = [one for each in alive if (one := each()) is not None]
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}
-        peak = max(peak, sum(size for place, size in storages.items() if place not in own))
-        found.clear()
+        result = [subject for each in alive if (subject := each()) is not None]
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in result}
+        peak = max(peak, sum(size for place, size in storages.items() if place not in ours))
+        result.clear()
     return peak / max(sizes)
 
 
 def starts_exact(engine, folder: Path) -> bool:
     """Whether the weights that are trained are those of the float32 checkpoint bit for bit; a collective."""
-    found = {name: value.clone() for name, value in engine.named_weights(stored=True)}
-    return mesh_cases.is_equal(found, load_file(folder / "model.safetensors"))
+    result = {name: value.clone() for name, value in engine.named_weights(stored=True)}
+    return mesh_cases.is_equal(result, load_file(folder / "model.safetensors"))
 
 
 def publications(engine, mesh: TrainerMesh, folder: Path, case: str) -> dict[str, str]:
@@ -127,7 +127,7 @@ def publications(engine, mesh: TrainerMesh, folder: Path, case: str) -> dict[str
     the trainer sent where that is other; on rank 0, a collective."""
     engine.load(folder / f"one-{case}")
     model_folder, target = folder / "models" / case.partition("-")[0], folder / f"published-{case}"
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for kind in ("disk", "collective"):
         model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
         with torch.no_grad():
@@ -139,18 +139,18 @@ def publications(engine, mesh: TrainerMesh, folder: Path, case: str) -> dict[str
             channel = CollectiveChannel(
                 engine, mesh, Replicas(model), bucket_bytes=20_000, backend="gloo", timeout_s=60.0
             )
-        found[kind] = serve(channel, 1)
+        result[kind] = serve(channel, 1)
         channel.close()
         if mesh.rank == 0:
             received = WeightsChecksum()
-            own, form = model.state_dict(), StoredForm(model)
+            ours, form = model.state_dict(), StoredForm(model)
             names = {spec.name for spec in engine.weight_specs()}
-            for key, value in own.items():
+            for key, value in ours.items():
                 for part in form.parts(key):
                     if part.name in names:
                         received.add(part.name, part.of(value))
-            found[kind] = received.hexdigest() if received.hexdigest() == found[kind] else "other"
-    return found
+            result[kind] = received.hexdigest() if received.hexdigest() == result[kind] else "other"
+    return result
 
 
 def run_cases(mesh_name: str, cases: Sequence[str], mesh: TrainerMesh, folder: Path) -> dict[str, dict[str, Any]]:

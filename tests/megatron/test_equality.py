@@ -90,11 +90,11 @@ def check_that_fsdp_continues(folder, case: str) -> None:
     assert largest(mesh_cases.exact_of(engine), load_file(folder / f"one-after-{case}")) < 1e-5
 
 
-def check_publications(folder, case: str, found: dict[str, str]) -> None:
+def check_publications(folder, case: str, result: dict[str, str]) -> None:
     """By disk and by collective a replica gets the bits that one process of the FSDP engine publishes."""
     engine = mesh_cases.make_engine(folder / "models", reference_of(case))
     engine.load(folder / f"one-{case}")
-    assert found == dict.fromkeys(("disk", "collective"), checksum_of(engine, FakeRanks()))
+    assert result == dict.fromkeys(("disk", "collective"), checksum_of(engine, FakeRanks()))
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def facts_of(request, tmp_path_factory):
 @pytest.mark.parametrize(("mesh", "case"), [(mesh, case) for mesh, cases in CASES.items() for case in cases])
 def test_a_megatron_mesh_equals_one_process(facts_of, by_mesh, mesh, case):
     folder, facts = facts_of(mesh)
-    found = check(folder, case, facts)
+    result = check(folder, case, facts)
     assert all(fact[case].get("weighs_once", True) for fact in facts)
     assert all(fact[case].get("starts_exact", True) for fact in facts)
     assert all(fact[case].get("held", 0.0) <= 3 for fact in facts)  # queries, keys and values are one weight
@@ -134,4 +134,4 @@ def test_a_megatron_mesh_equals_one_process(facts_of, by_mesh, mesh, case):
         check_that_fsdp_continues(folder, case)
     if case in equality_cases.PUBLISHED:
         check_publications(folder, case, facts[0][case]["publications"])
-    by_mesh[mesh][case] = found
+    by_mesh[mesh][case] = result

@@ -20,8 +20,8 @@ from tests.launcher.test_memory_plan import SHAPES, SIZES
 def living_bytes() -> int:
     """Of all tensors on the CPU."""
     gc.collect()
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.device.type == "cpu"]
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor) and item.device.type == "cpu"]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
@@ -64,9 +64,9 @@ def test_parts_of_a_model_are_on_stages_and_their_state_on_data_ranks(tmp_path):
     def plan(**dims: int):
         return rank_memory([(config, size)], dims=ParallelDims(**dims), tokens=256, on_gpu=True, backend="megatron")
 
-    one, stages, data = plan(), plan(pp=2), plan(dp=2)
+    first, stages, data = plan(), plan(pp=2), plan(dp=2)
     table = 2 * size.vocabulary * size.hidden
-    assert one.weights == 2 * size.parameters
-    assert stages.weights - table == pytest.approx((one.weights - 2 * table) / 2, rel=1e-3)
-    assert (data.weights, data.gradients) == (one.weights, one.gradients)
-    assert data.optimizer == one.optimizer // 2
+    assert first.weights == 2 * size.parameters
+    assert stages.weights - table == pytest.approx((first.weights - 2 * table) / 2, rel=1e-3)
+    assert (data.weights, data.gradients) == (first.weights, first.gradients)
+    assert data.optimizer == first.optimizer // 2

@@ -127,12 +127,12 @@ def is_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_moments_in_cpu_memory_give_the_same_bits(make, dtype):
-    found = []
+    result = []
     for offloads in (False, True):
         engine = make(dtype=dtype, megatron=MegatronEngineConfig(offload_optimizer=offloads))
         cases.train(engine, cases.make_batch(), steps=3)
-        found.append(stored(engine))
-    assert is_equal(*found)
+        result.append(stored(engine))
+    assert is_equal(*result)
 
 
 def test_weights_move_to_the_device_one_by_one():
@@ -199,9 +199,9 @@ def test_short_states_continue_from_a_checkpoint(fused, options, tmp_path):
     assert distance(engine, again) <= (2e-3 if options is SCALED else 0.0)  # a rounding of float16
 
 
-def distance(one, other) -> float:
+def distance(entry, other) -> float:
     theirs = stored(other)
-    return max((value - theirs[name]).abs().max().item() for name, value in stored(one).items())
+    return max((value - theirs[name]).abs().max().item() for name, value in stored(entry).items())
 
 
 def test_reset_moments_keep_the_weights(fused):

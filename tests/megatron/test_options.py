@@ -43,8 +43,10 @@ def settings_of(options: MegatronEngineConfig, hf: Any = DENSE) -> dict[str, Any
     chunks = options.virtual_pipeline_parallel_size
     dims = ParallelDims(pp=2, dp=2, ep=2 if hf.model_type != "qwen3" else 1)
     model = transformer_config(hf, config, dims, torch.device("cpu"), dtype=torch.float32, chunks=chunks)
-    found = vars(model) | {f"ddp.{name}": value for name, value in vars(ddp_config(config)).items()}
-    return found | {f"optimizer.{name}": value for name, value in vars(optimizer_config(config, torch.float32)).items()}
+    result = vars(model) | {f"ddp.{name}": value for name, value in vars(ddp_config(config)).items()}
+    return result | {
+        f"optimizer.{name}": value for name, value in vars(optimizer_config(config, torch.float32)).items()
+    }
 
 
 def ddp(**options: Any) -> dict[str, Any]:
@@ -132,10 +134,10 @@ def test_options_of_transformer_engine_reach_it(recipe, multiple):
     from areal.engine.megatron.model_config import row_multiple
 
     options = MegatronEngineConfig(fp8="hybrid", fp8_recipe=recipe, **ddp(fp8_param_gather=True))
-    found = settings_of(options, Qwen3Config(**SHAPE))
-    assert (found["fp8"], found["fp8_recipe"], found["fp8_param"]) == ("hybrid", recipe, True)
-    assert found["ddp.fp8_param_gather"]
-    assert found["optimizer.fp8_recipe"] == recipe
+    result = settings_of(options, Qwen3Config(**SHAPE))
+    assert (result["fp8"], result["fp8_recipe"], result["fp8_param"]) == ("hybrid", recipe, True)
+    assert result["ddp.fp8_param_gather"]
+    assert result["optimizer.fp8_recipe"] == recipe
     assert row_multiple(options) == multiple
     assert row_multiple(MegatronEngineConfig()) == 1
 
@@ -202,8 +204,8 @@ def test_the_router_computes_in_its_type(dtype, expected, monkeypatch):
 
 
 def test_the_table_has_every_option():
-    own = {one.name for one in fields(MegatronEngineConfig)} - {"ddp"}
-    own |= {f"ddp.{one.name}" for one in fields(DistributedDataParallelConfig)}
+    ours = {field.name for field in fields(MegatronEngineConfig)} - {"ddp"}
+    ours |= {f"ddp.{field.name}" for field in fields(DistributedDataParallelConfig)}
     refused = {name.split("=")[0] for name in NEEDING}
-    assert {*ALIVE, *refused, *TYPES, *TESTED_ALONE} == own
-    assert len(own | LEGACY["MegatronEngineConfig"].keys()) >= 28
+    assert {*ALIVE, *refused, *TYPES, *TESTED_ALONE} == ours
+    assert len(ours | LEGACY["MegatronEngineConfig"].keys()) >= 28

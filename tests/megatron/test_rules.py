@@ -58,9 +58,9 @@ def test_a_map_names_every_weight_of_the_checkpoint_with_its_shape(name):
     tied = {"lm_head.weight"} if CONFIGS[name].tie_word_embeddings else set()
     form = StoredForm(model)
     expected = {part.name: part.shape for key in model.state_dict() if key not in tied for part in form.parts(key)}
-    found = [(part.name, part.shape) for weight in weight_map(CONFIGS[name]) for part in weight.parts]
-    assert dict(found) == expected
-    assert len(found) == len(expected)
+    actual = [(part.name, part.shape) for weight in weight_map(CONFIGS[name]) for part in weight.parts]
+    assert dict(actual) == expected
+    assert len(actual) == len(expected)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -88,9 +88,9 @@ def test_weights_of_tensor_ranks_are_joined_and_divided_exactly(name, ranks):
     for weight in weight_map(CONFIGS[name]):
         whole = [torch.randn(part.shape) for part in weight.parts]
         for rank in range(ranks):
-            own = [value[weight.region(part, rank, ranks)] for part, value in zip(weight.parts, whole, strict=True)]
-            again = weight.divided(weight.joined(own))
-            assert all(torch.equal(a, b) for a, b in zip(again, own, strict=True)), weight.name
+            ours = [value[weight.region(part, rank, ranks)] for part, value in zip(weight.parts, whole, strict=True)]
+            again = weight.divided(weight.joined(ours))
+            assert all(torch.equal(a, b) for a, b in zip(again, ours, strict=True)), weight.name
 
 
 def test_rows_of_queries_keys_and_values_are_grouped_by_key_head():
@@ -241,11 +241,11 @@ model: {{path: {folder}/qwen3, dtype: float32, gradient_checkpointing: true, opt
 )
 def test_bad_input_is_one_line_before_anything_starts(bad_input, capsys, monkeypatch, mesh, model, option, code, value):
     """Where Megatron-Core is installed, without Transformer Engine and deep_ep."""
-    found = importlib.util.find_spec
+    result = importlib.util.find_spec
     missing = ("transformer_engine", "deep_ep")
     monkeypatch.setattr(
         "areal.models.mesh_rules.importlib.util.find_spec",
-        lambda name: None if name in missing else object() if name.startswith("megatron") else found(name),
+        lambda name: None if name in missing else object() if name.startswith("megatron") else result(name),
     )
     words = [f"allocation_mode=megatron:{mesh}", f"model.path={bad_input}/{model}"]
     if option:

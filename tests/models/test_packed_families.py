@@ -55,11 +55,11 @@ def batch_of(seed: int = 0) -> TrainBatch:
 
 def alone(model: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
     """The log-probabilities of each sequence, which transformers computes one after the other."""
-    found: list[torch.Tensor] = []
+    result: list[torch.Tensor] = []
     for ids in torch.split(batch.input_ids, batch.sequence_lengths):
         logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        found += [logits.gather(1, ids[1:, None])[:, 0], torch.zeros(1)]
-    return torch.cat(found)
+        result += [logits.gather(1, ids[1:, None])[:, 0], torch.zeros(1)]
+    return torch.cat(result)
 
 
 def theirs(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -82,12 +82,12 @@ def expected_gradients(folder: Path, family: str, batch: TrainBatch) -> dict[str
     return gradients_of(model)
 
 
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_close(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Within 1e-4 of the size of each gradient."""
-    assert found.keys() == {name for name in expected if name in found}
+    assert result.keys() == {name for name in expected if name in result}
     for name, value in expected.items():
-        if name in found or value.abs().max() > 0:
-            gap = (found[name] - value).norm()
+        if name in result or value.abs().max() > 0:
+            gap = (result[name] - value).norm()
             assert gap <= 1e-4 * value.norm() + 1e-7, (name, gap / value.norm())
 
 
@@ -99,15 +99,15 @@ def check(family: str, folder: Path) -> None:
         rounded = alone(theirs(folder, family, torch.bfloat16), batch)
     save_file({"logprobs": expected}, folder / "expected")
     engine = cases.make_engine(folder)
-    found = engine.forward(batch).logprobs
-    assert (found - expected).abs().max() < 1e-5
+    actual = engine.forward(batch).logprobs
+    assert (actual - expected).abs().max() < 1e-5
     changed, start = batch.input_ids.clone(), sum(LENGTHS[:2])
     changed[start : start + LENGTHS[2]] = (changed[start : start + LENGTHS[2]] + 7) % cases.VOCAB
     others = torch.ones(len(changed), dtype=torch.bool)
     others[start : start + LENGTHS[2]] = False
     again = engine.forward(replace(batch, input_ids=changed)).logprobs
-    assert torch.equal(again[others], found[others])
-    assert not torch.equal(again, found)
+    assert torch.equal(again[others], actual[others])
+    assert not torch.equal(again, actual)
     gradients = expected_gradients(folder, family, batch)
     assert_close(own_gradients(engine, batch), gradients)
     with suppress(ConfigError):  # of a family without it
@@ -148,19 +148,19 @@ def test_packed_rows_of_every_family(tmp_path, family):
 
 def on_two_ranks(mesh: TrainerMesh, folder: Path) -> dict[str, list[float]]:
     """Differences of log-probabilities, and of the weights after a step, from one rank."""
-    found: dict[str, list[float]] = {}
+    actual: dict[str, list[float]] = {}
     for path in sorted(each.parent for each in folder.glob("*/expected")):
         expected, after = load_file(path / "expected")["logprobs"], load_file(path / "after")
         engine = cases.make_engine(path, mesh)
         is_split = mesh.dims.tp > 1
         parts = [*range(len(LENGTHS))] if is_split else balanced_parts(LENGTHS, mesh.world_size)[mesh.rank]
         mine = take(batch_of(), parts)
-        own = torch.cat([torch.split(expected, LENGTHS)[part] for part in parts])
-        gap = (engine.forward(mine).logprobs - own).abs().max().item()
+        ours = torch.cat([torch.split(expected, LENGTHS)[part] for part in parts])
+        gap = (engine.forward(mine).logprobs - ours).abs().max().item()
         cases.train(engine, mine)
         gaps = [(value - after[name]).abs().max().item() for name, value in cases.weights_of(engine).items()]
-        found[path.name] = [gap, max(gaps)]
-    return found
+        actual[path.name] = [gap, max(gaps)]
+    return actual
 
 
 def write_cases(folder: Path, families: set[str]) -> None:
@@ -178,9 +178,9 @@ def write_cases(folder: Path, families: set[str]) -> None:
 @pytest.mark.parallel
 def test_two_data_ranks_compute_what_one_does(tmp_path):
     write_cases(tmp_path, PACKED | CHOOSING)
-    for found in run_ranks(on_two_ranks, tmp_path):
-        assert found.keys() == PACKED | CHOOSING
-        for family, (gap, weights) in found.items():
+    for rank in run_ranks(on_two_ranks, tmp_path):
+        assert rank.keys() == PACKED | CHOOSING
+        for family, (gap, weights) in rank.items():
             assert gap < 1e-5, family
             assert weights < 1e-5, family
 
@@ -228,8 +228,8 @@ def test_neighbours_of_similar_length_share_a_call():
 
     row = torch.ones(1, 8, 2)
     values = {"positions": torch.arange(8)[None], "factor": 2}
-    found, nothing = for_each_sequence(forward, [[1], [2, 2, 3]], (row,), values)
-    assert found[0, :, 0].tolist() == [2, 2, 4, 2, 4, 2, 4, 6]
+    result, nothing = for_each_sequence(forward, [[1], [2, 2, 3]], (row,), values)
+    assert result[0, :, 0].tolist() == [2, 2, 4, 2, 4, 2, 4, 6]
     assert nothing is None
     assert shapes == [(1, 1, 2), (3, 3, 2)]
 
@@ -255,7 +255,9 @@ SFT, GRPO = (str(Path(__file__).parents[2] / "examples" / "quickstart" / name) f
 )
 def test_a_dry_run_says_the_line_of_the_trainer(tmp_path, family, mesh, monkeypatch):
     if (family, mesh) != ("qwen3_5_text", "c2"):  # that one is checked in a process of its own, as before a run
-        monkeypatch.setattr(preflight, "_answer_about", lambda config, *given: json.dumps(build.refused_models(config)))
+        monkeypatch.setattr(
+            preflight, "_answer_about", lambda config, *inputs: json.dumps(build.refused_models(config))
+        )
     small_model(family).save_pretrained(tmp_path)
     config = load_experiment(["--config", SFT, f"model.path={tmp_path}", f"allocation_mode=fsdp:{mesh}"])
     expected = []
@@ -294,9 +296,9 @@ def test_the_check_before_the_start_passes_models_with_experts_or_states(tmp_pat
 @pytest.mark.parallel
 def test_tensor_ranks_compute_what_one_rank_does(tmp_path):
     write_cases(tmp_path, TENSOR)
-    for found in run_ranks(on_two_ranks, tmp_path, ParallelDims(tp=2)):
-        assert found.keys() == TENSOR
-        for family, (gap, weights) in found.items():
+    for rank in run_ranks(on_two_ranks, tmp_path, ParallelDims(tp=2)):
+        assert rank.keys() == TENSOR
+        for family, (gap, weights) in rank.items():
             assert gap < 1e-5, family
             assert weights < 1e-5, family
 
@@ -304,8 +306,8 @@ def test_tensor_ranks_compute_what_one_rank_does(tmp_path):
 @pytest.mark.parallel
 def test_expert_ranks_compute_what_one_rank_does(tmp_path):
     write_cases(tmp_path, {"qwen3_5_moe_text", "qwen3_next"})
-    for found in run_ranks(on_two_ranks, tmp_path, ParallelDims(dp=2, ep=2)):
-        for family, (gap, weights) in found.items():
+    for rank in run_ranks(on_two_ranks, tmp_path, ParallelDims(dp=2, ep=2)):
+        for family, (gap, weights) in rank.items():
             assert gap < 1e-5, family
             assert weights < 1e-5, family
 

@@ -63,8 +63,8 @@ def theirs(family: str, source: bytes) -> np.ndarray:
             made = transformers.Idefics3ImageProcessorPil(**processor, do_image_splitting=False, do_resize=False)
         case _:
             made = transformers.Gemma3ImageProcessorPil(**processor)
-    found = np.asarray(made(images=[image], return_tensors="np")["pixel_values"])
-    return found[0] if family == "idefics3" else found
+    result = np.asarray(made(images=[image], return_tensors="np")["pixel_values"])
+    return result[0] if family == "idefics3" else result
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -75,10 +75,10 @@ def test_the_numbers_are_those_of_the_processor_of_transformers(tmp_path, family
     png, grid = encode_image(source, layout)
     assert encode_image(png, layout) == (png, grid)  # what a server gets is final
     assert grid_of(png, layout) == grid
-    found, expected = patches_of(decode_png(png, layout), layout), theirs(family, source)
-    assert found.shape == expected.shape
-    assert grid == (found.shape[0], 4, 4)
-    few = found[:-1] if len(found) > 1 else found  # they make the whole image of a tiled one from the source
+    actual, expected = patches_of(decode_png(png, layout), layout), theirs(family, source)
+    assert actual.shape == expected.shape
+    assert grid == (actual.shape[0], 4, 4)
+    few = actual[:-1] if len(actual) > 1 else actual  # they make the whole image of a tiled one from the source
     np.testing.assert_allclose(few, expected[: len(few)], rtol=0, atol=1e-5)
 
 

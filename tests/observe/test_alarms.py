@@ -15,9 +15,9 @@ def rules(*names, action="warn", **changes):
     )
 
 
-def steps_of_alarms(found, rows):
+def steps_of_alarms(result, rows):
     """The steps, counted from 1, after which an alarm was raised."""
-    return [step for step, row in enumerate(rows, start=1) if found.step(step, row)]
+    return [step for step, row in enumerate(rows, start=1) if result.step(step, row)]
 
 
 def first_alarm(name, rows, **changes):
@@ -179,16 +179,16 @@ def test_limit_steps_and_action_of_one_rule_can_be_changed():
 
 
 def test_an_alarm_that_stops_the_run_stops_it_again_after_a_new_start():
-    row, found = {"actor/grad_norm": 101.0}, rules("grad_norm", action="stop")
-    assert steps_of_alarms(found, [row] * 4) == [3, 4]
+    row, result = {"actor/grad_norm": 101.0}, rules("grad_norm", action="stop")
+    assert steps_of_alarms(result, [row] * 4) == [3, 4]
 
 
 def test_alarms_of_one_cause_are_one_line():
     names = ("logprob_gap", "logprob_k3", "grad_norm")
-    found = rules(*names, steps=1).step(
+    result = rules(*names, steps=1).step(
         1, {"batch/prox_rollout_gap_abs": 3.0, "batch/mismatch/k3": 104.0, "actor/grad_norm": 500.0}
     )
-    assert [[alarm.name for alarm in group] for group in by_meaning(found)] == [
+    assert [[alarm.name for alarm in group] for group in by_meaning(result)] == [
         ["grad_norm"],
         ["logprob_gap", "logprob_k3"],
     ]

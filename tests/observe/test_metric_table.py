@@ -58,10 +58,10 @@ def test_the_last_part_of_every_key_is_in_the_code():
                 node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
             }
     code = "\n".join(texts)
-    own = [entry.key for entry in METRICS if not any(part.isupper() for part in entry.key.split("/")[-1:])]
+    ours = [entry.key for entry in METRICS if not any(part.isupper() for part in entry.key.split("/")[-1:])]
     stems = {
         key: key.split("/")[-1].removeprefix("ruleN").removesuffix("@N").removesuffix("_max").removesuffix("_min")
-        for key in own
+        for key in ours
     }
     stems |= {
         key: stem.removesuffix("_tokens").removesuffix("_sequences").removesuffix("_sequence")

@@ -28,8 +28,8 @@ def test_spans_of_tasks_belong_to_the_track_that_started_them(tmp_path):
     with tracing(ChromeTracer(tmp_path / "controller.jsonl", "controller")):
         asyncio.run(run())
     events = join_traces(tmp_path)["traceEvents"]
-    found = sorted((event["id"], event["name"]) for event in events if event["ph"] == "b")
-    assert found == [(one, name) for one in "12" for name in ("episode", "generate", "generate")]
+    result = sorted((event["id"], event["name"]) for event in events if event["ph"] == "b")
+    assert result == [(item, name) for item in "12" for name in ("episode", "generate", "generate")]
     assert sum(event["ph"] == "e" for event in events) == 6
 
 
@@ -48,10 +48,10 @@ def test_the_amounts_of_a_piece_of_work_are_in_its_span(tmp_path):
     with tracing(ChromeTracer(tmp_path / "server-0.jsonl", "server-0")):
         add_track("request", "7", 0, 4_000, [("run", 1_000, 4_000)], {"tokens": 5})
     events = join_traces(tmp_path)["traceEvents"]
-    found = {event["name"]: event["args"] for event in events if event["ph"] == "b"}
-    assert found["request"].pop("tokens") == 5
+    result = {event["name"]: event["args"] for event in events if event["ph"] == "b"}
+    assert result["request"].pop("tokens") == 5
     # Microseconds since 1970 are exact to a quarter.
-    assert found == {"run": {"us": pytest.approx(3.0, abs=0.5)}, "request": {"us": pytest.approx(4.0, abs=0.5)}}
+    assert result == {"run": {"us": pytest.approx(3.0, abs=0.5)}, "request": {"us": pytest.approx(4.0, abs=0.5)}}
 
 
 def test_without_a_tracer_nothing_is_recorded():

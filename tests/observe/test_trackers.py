@@ -63,7 +63,7 @@ def with_pictures(folder):
 def colours_below(folder):
     """First colours of the PNG files in a folder."""
     files = (path.read_bytes() for path in folder.rglob("*") if path.is_file())
-    pictures = (Image.open(io.BytesIO(found)) for found in files if found.startswith(b"\x89PNG"))
+    pictures = (Image.open(io.BytesIO(file)) for file in files if file.startswith(b"\x89PNG"))
     return {np.asarray(picture.convert("RGB"))[0, 0].tolist()[2] for picture in pictures}
 
 
@@ -245,24 +245,24 @@ class RecordedRun:
         self.calls = calls
 
     def __getattr__(self, name):
-        return lambda *args, **given: self.calls.append((name, args, given))
+        return lambda *args, **inputs: self.calls.append((name, args, inputs))
 
 
 def fake_package(calls):
     """A tracker's package that records how runs are started."""
 
-    def init(**given):
-        calls.append(("init", (), given))
+    def init(**inputs):
+        calls.append(("init", (), inputs))
         return RecordedRun(calls)
 
-    def login(**given):
-        calls.append(("login", (), given))
+    def login(**passed):
+        calls.append(("login", (), passed))
 
     return SimpleNamespace(
         __spec__=object(),
         init=init,
         login=login,
-        Settings=lambda **given: given,
+        Settings=lambda **options: options,
         Table=None,
         Text=None,
         Image=None,
@@ -276,18 +276,18 @@ def test_every_option_of_wandb_reaches_its_run(tmp_path, monkeypatch):
     texts = {
         name: f"my-{name}" for name in ("entity", "project", "name", "job_type", "group", "notes", "wandb_api_key")
     }
-    own = WandBConfig(
+    ours = WandBConfig(
         mode="online", wandb_base_url="https://w.example", tags=["a"], config={"x": 1}, id_suffix="s", **texts
     )
-    build_trackers(config_with(wandb=own), RunPaths(tmp_path))
-    given = calls[0][2]
-    assert {name: given[name] for name in texts if name in given} == {
+    build_trackers(config_with(wandb=ours), RunPaths(tmp_path))
+    inputs = calls[0][2]
+    assert {name: inputs[name] for name in texts if name in inputs} == {
         name: text for name, text in texts.items() if name != "wandb_api_key"
     }
-    assert (given["mode"], given["tags"], given["config"]["x"]) == ("online", ["a"], 1)
-    assert re.fullmatch("exp_trial_s_[0-9a-f]{8}", given["id"])
-    assert given["settings"]["base_url"] == "https://w.example"
-    assert given["settings"]["api_key"] == "my-wandb_api_key"
+    assert (inputs["mode"], inputs["tags"], inputs["config"]["x"]) == ("online", ["a"], 1)
+    assert re.fullmatch("exp_trial_s_[0-9a-f]{8}", inputs["id"])
+    assert inputs["settings"]["base_url"] == "https://w.example"
+    assert inputs["settings"]["api_key"] == "my-wandb_api_key"
 
 
 @pytest.mark.parametrize(("package", "mode"), [("wandb", "online"), ("swanlab", "cloud")])
@@ -297,9 +297,9 @@ def test_a_recovery_continues_the_run_and_a_start_makes_a_new_one(tmp_path, monk
     kind = {"wandb": WandBConfig, "swanlab": SwanlabConfig}[package]
     for first_step in (1, 5, 0):
         build_trackers(config_with(**{package: kind(mode=mode)}), RunPaths(tmp_path), first_step=first_step)
-    first, recovered, again = [given["id"] for name, _, given in calls if name == "init"]
+    first, recovered, again = [item["id"] for name, _, item in calls if name == "init"]
     assert first == recovered != again
-    assert {given["resume"] for name, _, given in calls if name == "init"} == {"allow"}
+    assert {item["resume"] for name, _, item in calls if name == "init"} == {"allow"}
 
 
 def test_a_timestamp_in_the_id_of_wandb_is_that_of_the_start(tmp_path, monkeypatch):
@@ -310,21 +310,21 @@ def test_a_timestamp_in_the_id_of_wandb_is_that_of_the_start(tmp_path, monkeypat
     config = config_with(wandb=WandBConfig(mode="online", id_suffix="timestamp"))
     for first_step in (1, 4, 1):
         build_trackers(config, RunPaths(tmp_path), first_step=first_step)
-    ids = [given["id"].rpartition("_")[0] for name, _, given in calls if name == "init"]
+    ids = [item["id"].rpartition("_")[0] for name, _, item in calls if name == "init"]
     assert ids == ["exp_trial_first", "exp_trial_first", "exp_trial_second"]
 
 
 def test_every_option_of_swanlab_reaches_its_run(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setitem(sys.modules, "swanlab", fake_package(calls))
-    own = SwanlabConfig(
+    ours = SwanlabConfig(
         mode="cloud", project="p", name="n", api_key="k", config={"x": 1}, logdir=str(tmp_path / "logs")
     )
-    build_trackers(config_with(swanlab=own), RunPaths(tmp_path))
-    (login, (_, _, given), *_) = calls
+    build_trackers(config_with(swanlab=ours), RunPaths(tmp_path))
+    (login, (_, _, inputs), *_) = calls
     assert login[2] == {"api_key": "k"}
-    assert (given["mode"], given["project"], given["name"], given["config"]["x"]) == ("online", "p", "n", 1)
-    assert given["log_dir"] == str(tmp_path / "logs")
+    assert (inputs["mode"], inputs["project"], inputs["name"], inputs["config"]["x"]) == ("online", "p", "n", 1)
+    assert inputs["log_dir"] == str(tmp_path / "logs")
 
 
 @pytest.mark.parametrize(("mode", "names"), [("online", ["login", "init"]), ("offline", ["init"])])
@@ -333,7 +333,7 @@ def test_only_a_run_of_swanlab_that_is_online_logs_in(tmp_path, monkeypatch, mod
     monkeypatch.setitem(sys.modules, "swanlab", fake_package(calls))
     build_trackers(config_with(swanlab=SwanlabConfig(mode=mode, api_key="k")), RunPaths(tmp_path))
     assert [name for name, _, _ in calls if name in ("login", "init")] == names
-    assert [given["mode"] for name, _, given in calls if name == "init"] == [mode]
+    assert [item["mode"] for name, _, item in calls if name == "init"] == [mode]
 
 
 def test_wandb_offline(tmp_path, monkeypatch):
@@ -341,8 +341,8 @@ def test_wandb_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "250")
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "artifacts"))
-    own = WandBConfig(mode="offline", wandb_api_key="k" * 40, tags=["a"], config={"note": "own-note"})
-    config = config_with(wandb=own)
+    ours = WandBConfig(mode="offline", wandb_api_key="k" * 40, tags=["a"], config={"note": "own-note"})
+    config = config_with(wandb=ours)
     log_three(build_trackers(config, RunPaths(tmp_path)), with_pictures(tmp_path))
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-exp_trial_train_*.wandb")
     deadline = time.monotonic() + 200
@@ -362,8 +362,8 @@ def test_wandb_offline(tmp_path, monkeypatch):
 
 def test_swanlab_offline(tmp_path):
     pytest.importorskip("swanlab")
-    own = SwanlabConfig(mode="offline", logdir=str(tmp_path / "own"), config={"note": "my-own-note"})
-    log_three(build_trackers(config_with(swanlab=own), RunPaths(tmp_path)), with_pictures(tmp_path))
+    ours = SwanlabConfig(mode="offline", logdir=str(tmp_path / "own"), config={"note": "my-own-note"})
+    log_three(build_trackers(config_with(swanlab=ours), RunPaths(tmp_path)), with_pictures(tmp_path))
     files = [path for path in (tmp_path / "own").rglob("*") if path.is_file()]
     assert any(b"my-own-note" in path.read_bytes() for path in files)
     assert any(b"loss" in path.read_bytes() for path in files)
@@ -471,7 +471,7 @@ def test_a_restart_leaves_out_a_dashboard_that_does_not_start(tmp_path, caplog):
     stats = StatsLoggerConfig(tensorboard=TensorBoardConfig(path=str(tmp_path / "file" / "tb")))
     config = SFTConfig(stats_logger=stats)
     trackers = build_trackers(config, RunPaths(tmp_path), first_step=5, after_failure=True)
-    assert [type(one) for one in trackers] == [JsonlTracker]
+    assert [type(tracker) for tracker in trackers] == [JsonlTracker]
     (record,) = caplog.records
     assert "stats_logger.tensorboard.path" in record.getMessage()
 

@@ -77,20 +77,20 @@ def recorded_run() -> tuple[list[dict[str, float]], Served]:
 
 def test_the_cores_that_processes_of_a_run_use():
     rows, answer = recorded_run()
-    clock, *found = shared_cores(rows, [answer], 2, 1)
-    assert found == pytest.approx([1.5, 2.0], rel=0.01)
+    clock, *result = shared_cores(rows, [answer], 2, 1)
+    assert result == pytest.approx([1.5, 2.0], rel=0.01)
     assert shared_cores(rows, [answer], 2, 2)[1:] == pytest.approx((1.5, 1.0), rel=0.01)  # of each of two ranks
     assert clock.speed(1.0, 2.0) == pytest.approx(2 / 3.5, rel=0.01)
     assert shared_cores(rows, [], 2, 1)[1:] == (1.0, 1.0)  # `decode_times` says what is missing
-    clock, *found = shared_cores(rows, [answer], math.inf, 1)
-    assert (clock.speed(1.0, 2.0), found) == (1.0, [1.0, 1.0])
+    clock, *result = shared_cores(rows, [answer], math.inf, 1)
+    assert (clock.speed(1.0, 2.0), result) == (1.0, [1.0, 1.0])
 
 
 def test_cores_are_those_of_the_steps_whose_answers_are_known():
     rows, answer = recorded_run()
     for start_s in (20.0, 30.0):
-        found = shared_cores(rows, [replace(answer, start_s=start_s)], 2, 1)[1:]
-        assert found == pytest.approx((1.5, 2.0), rel=0.01)
+        result = shared_cores(rows, [replace(answer, start_s=start_s)], 2, 1)[1:]
+        assert result == pytest.approx((1.5, 2.0), rel=0.01)
     assert shared_cores(rows, [replace(answer, end_s=20.0)], 2, 1)[1:] == pytest.approx((1.5, 2.0), rel=0.01)
     assert shared_cores(rows, [replace(answer, start_s=50.0, end_s=60.0)], 2, 1)[1:] == (1.0, 1.0)
     ends = [replace(answer, end_s=4.0), replace(answer, start_s=40.0, end_s=41.0)]  # nothing between them
@@ -112,10 +112,10 @@ def test_answers_of_several_servers_are_not_those_of_one_more():
 
 
 def test_another_number_of_threads_is_assumed_to_be_as_fast():
-    one = setting()
-    times = replace(one.times, cores=4)  # two threads for each of two processes, one for each of four
-    seen = MeasuredRun(config=one.config, times=times, work=one.work, step_s=1.0, staleness=0.0)
-    assert not adapted(seen, one.config)[0].is_extrapolated
-    found = adapted(seen, replace(seen.config, allocation_mode="native:d3+fsdp:d1"))[0]
-    assert found.is_extrapolated
-    assert "another number of threads" in found.source
+    subject = setting()
+    times = replace(subject.times, cores=4)  # two threads for each of two processes, one for each of four
+    seen = MeasuredRun(config=subject.config, times=times, work=subject.work, step_s=1.0, staleness=0.0)
+    assert not adapted(seen, subject.config)[0].is_extrapolated
+    result = adapted(seen, replace(seen.config, allocation_mode="native:d3+fsdp:d1"))[0]
+    assert result.is_extrapolated
+    assert "another number of threads" in result.source

@@ -17,11 +17,11 @@ from benchmark.planner_identity import repeated
 from tests.planner.test_simulation import STEP_S, setting
 
 
-def recorded(one: Setting, folder: Path, monkeypatch) -> RunPaths:
+def recorded(item: Setting, folder: Path, monkeypatch) -> RunPaths:
     """Simulates a run with a ledger on disk, as that of a real run."""
     paths = RunPaths(folder)
     paths.ledger.mkdir()
-    save_config(one.config, paths.config)
+    save_config(item.config, paths.config)
 
     class FileLog(RecordingLog):
         def __init__(self, *args, **options) -> None:
@@ -45,25 +45,27 @@ def recorded(one: Setting, folder: Path, monkeypatch) -> RunPaths:
             await self.files.close()
 
     monkeypatch.setattr(simulation, "RecordingLog", FileLog)
-    simulate(one)
+    simulate(item)
     return paths
 
 
 @pytest.mark.parametrize(("staleness", "target"), [(0, {}), (1, {}), (3, {}), (3, {"mean": 1.3}), (3, {"ess": 0.9})])
 def test_recorded_ends_repeat_the_decisions_of_a_run(tmp_path, monkeypatch, staleness, target):
-    one = setting(staleness, servers=2, target_staleness=TargetStaleness(**target))
-    actor = replace(one.config.actor, use_decoupled_loss="ess" in target)
-    one = replace(one, config=replace(one.config, actor=actor), ess_of=lambda value: math.exp(-0.05 * value))
-    paths = recorded(one, tmp_path, monkeypatch)
-    run, found = repeated(paths.root)
+    subject = setting(staleness, servers=2, target_staleness=TargetStaleness(**target))
+    actor = replace(subject.config.actor, use_decoupled_loss="ess" in target)
+    subject = replace(
+        subject, config=replace(subject.config, actor=actor), ess_of=lambda value: math.exp(-0.05 * value)
+    )
+    paths = recorded(subject, tmp_path, monkeypatch)
+    run, result = repeated(paths.root)
     assert len(run.batches) == len(run.published) == 12
     assert len(run.admitted) >= 12 * 8
-    assert found == run
+    assert result == run
 
 
 def test_service_times_are_found_in_the_files_of_a_run(tmp_path, monkeypatch):
-    one = setting(1, steps=20, weight_update="keep_cache")
-    paths = recorded(one, tmp_path, monkeypatch)
+    subject = setting(1, steps=20, weight_update="keep_cache")
+    paths = recorded(subject, tmp_path, monkeypatch)
     episodes, lost, update_s = read_episodes(paths)
     assert (lost, update_s) == ({}, 0.0)
     assert {each.prompt for each in episodes} == {16}

@@ -48,7 +48,7 @@ def test_a_fit_has_no_negative_coefficient():
 
 def rows(count: int) -> list[dict[str, float]]:
     """Steps with 2 s + 1 ms for each token of update, 0.5 s before it, 0.25 s of publication and 0.1 s after it."""
-    found, elapsed = [], 0.0
+    result, elapsed = [], 0.0
     for step in range(count):
         tokens = 1000.0 + 100 * (step % 5)
         times = {"update": 2 + tokens / 1000, "prox_logprobs": 0.5, "publish_weights": 0.35, "wait_servers": 0.1}
@@ -56,14 +56,14 @@ def rows(count: int) -> list[dict[str, float]]:
         times["step"] = times["update"] + 0.5 + 0.35 + 1.0
         elapsed += times["step"] + 0.1
         line = {"time": elapsed} | {f"seconds/{name}": value for name, value in times.items()}
-        found.append(line | {"rollout/tokens": tokens, "seconds/elapsed": elapsed})
-    return found
+        result.append(line | {"rollout/tokens": tokens, "seconds/elapsed": elapsed})
+    return result
 
 
 def test_the_times_of_a_trainer():
     times = trainer_times(rows(12), WorkClock([], 2), cores=1.0)
-    found = (times.before_s, times.update_s, times.update_token_s, times.publish_s, times.after_s)
-    assert found == pytest.approx((0.5, 2.0, 0.001, 0.25, 0.1))
+    result = (times.before_s, times.update_s, times.update_token_s, times.publish_s, times.after_s)
+    assert result == pytest.approx((0.5, 2.0, 0.001, 0.25, 0.1))
     assert times.spread == pytest.approx([1.0] * 10)
     assert times.divided(4).update_token_s == pytest.approx(0.00025)
     with raises_code("plan.too_few_steps"):
@@ -71,11 +71,11 @@ def test_the_times_of_a_trainer():
 
 
 def test_steps_before_the_known_answers_do_not_count():
-    found = rows(12)
-    for row in found[:8]:
+    result = rows(12)
+    for row in result[:8]:
         row["seconds/update"] *= 2  # slowed by servers whose work is not known
-    first_s = computing_span(found[8])[0]
-    times = trainer_times(found, WorkClock([], 2), cores=1.0, first_s=first_s)
+    first_s = computing_span(result[8])[0]
+    times = trainer_times(result, WorkClock([], 2), cores=1.0, first_s=first_s)
     assert (times.update_s, times.update_token_s) == pytest.approx((2.0, 0.001))
 
 
@@ -88,27 +88,29 @@ def episode(start_s: float, lengths: list[int], seconds: float, reward_s: float 
 
 def test_a_decode_step_grows_with_its_sequences_and_their_contexts():
     """Waves of answers on a server whose step takes 1 ms, 20 us for each sequence and 0.5 us for each context token."""
-    rng, at_s, found = random.Random(1), 0.0, []
+    rng, at_s, result = random.Random(1), 0.0, []
     for _ in range(12):
         left = {number: rng.randint(20, 200) for number in range(rng.randint(8, 80))}
         lengths, start_s, step = dict(left), at_s, 0
         while left:
             at_s += 1e-3 + 2e-5 * len(left) + 5e-7 * len(left) * (30 + step)
             step += 1
-            for number in [one for one in left if lengths[one] == step]:
-                found.append(Served(server="server-0", start_s=start_s, end_s=at_s, prompt=30, tokens=left.pop(number)))
-    assert decode_times(found) == pytest.approx((1e-3, 2e-5, 5e-7), rel=0.1)
-    known = sum(one.end_s - one.start_s for one in found)
-    step_s, sequence_s, context_s = decode_times(found)
-    load = Load(found, [], 1)
+            for number in [item for item in left if lengths[item] == step]:
+                result.append(
+                    Served(server="server-0", start_s=start_s, end_s=at_s, prompt=30, tokens=left.pop(number))
+                )
+    assert decode_times(result) == pytest.approx((1e-3, 2e-5, 5e-7), rel=0.1)
+    known = sum(item.end_s - item.start_s for item in result)
+    step_s, sequence_s, context_s = decode_times(result)
+    load = Load(result, [], 1)
     again = [
-        one.tokens * (step_s + sequence_s * sequences + context_s * context)
-        for one in found
-        for _, sequences, context in [load.mean(one.start_s, one.end_s, (step_s, sequence_s, context_s))]
+        item.tokens * (step_s + sequence_s * sequences + context_s * context)
+        for item in result
+        for _, sequences, context in [load.mean(item.start_s, item.end_s, (step_s, sequence_s, context_s))]
     ]
     assert sum(again) == pytest.approx(known, rel=0.01)
     with raises_code("plan.too_few_steps"):
-        decode_times(found[:9])
+        decode_times(result[:9])
 
 
 def test_the_load_of_a_server_is_what_runs_on_it():
@@ -124,19 +126,19 @@ def test_the_load_of_a_server_is_what_runs_on_it():
 
 def test_rewards_that_wait_for_each_other_do_not_count_twice():
     # Two answers each, one worker, 0.5 s for each: the second episode waits for the first.
-    found = [episode(0.0, [10, 10], 1.0, 1.0), episode(0.0, [10, 10], 1.0, 2.0)] * 5
-    assert reward_times(found, workers=1) == pytest.approx([2.0 / 20])  # all busy for 2 s with 20 answers
-    assert reward_times(found, workers=2) == tuple([1.0] * 5 + [2.0] * 5)
+    result = [episode(0.0, [10, 10], 1.0, 1.0), episode(0.0, [10, 10], 1.0, 2.0)] * 5
+    assert reward_times(result, workers=1) == pytest.approx([2.0 / 20])  # all busy for 2 s with 20 answers
+    assert reward_times(result, workers=2) == tuple([1.0] * 5 + [2.0] * 5)
 
 
 def test_the_time_of_tools_is_not_that_of_requests():
     # Four turns of answers of 50 to 199 tokens, 10 ms each, with three tools of 2 s.
-    rng, found = random.Random(1), []
+    rng, result = random.Random(1), []
     for place in range(200):
         lengths = [rng.randrange(50, 200) for _ in range(2)]
-        one = episode(30.0 * place, lengths, max(lengths) * 0.01 + 6.0)
-        found.append(replace(one, tools_s=(2.0,) * 6, turns=4))
-    step_s, sequence_s, context_s = decode_times(answers_of(found))
+        subject = episode(30.0 * place, lengths, max(lengths) * 0.01 + 6.0)
+        result.append(replace(subject, tools_s=(2.0,) * 6, turns=4))
+    step_s, sequence_s, context_s = decode_times(answers_of(result))
     assert step_s + 2 * sequence_s + 2 * 80 * context_s == pytest.approx(0.01, rel=0.02)
 
 
@@ -175,9 +177,9 @@ def test_times_of_another_model_or_size_are_extrapolated():
     seen = MeasuredRun(config=config, times=times, work=setting().work, step_s=1.0, staleness=0.0)
     assert not adapted(seen, config)[0].is_extrapolated
     other = replace(config, allocation_mode="native:d1t2+fsdp:d1", actor=replace(config.actor, path="other"))
-    found = adapted(seen, other)[0]
-    assert found.is_extrapolated
-    assert "another actor.path and size of a server" in found.source
+    result = adapted(seen, other)[0]
+    assert result.is_extrapolated
+    assert "another actor.path and size of a server" in result.source
     assert adapted(seen, replace(config, allocation_mode="native:d2+fsdp:d2"))[0].is_extrapolated is False
 
 
@@ -204,26 +206,26 @@ def test_a_calibration_ends_with_its_command(tmp_path, monkeypatch):
 
 
 def test_gains_have_no_change_that_a_run_refuses():
-    one = setting(1)
-    config = replace(one.config, allocation_mode="native:d1+fsdp:d5")
-    found = [gain.options.get("allocation_mode") for gain in gains(config, settings_like(one), lambda text: None)]
-    assert "native:d2+fsdp:d5" in found
-    assert "native:d1+fsdp:d10" not in found  # of 8 episodes
+    subject = setting(1)
+    config = replace(subject.config, allocation_mode="native:d1+fsdp:d5")
+    result = [gain.options.get("allocation_mode") for gain in gains(config, settings_like(subject), lambda text: None)]
+    assert "native:d2+fsdp:d5" in result
+    assert "native:d1+fsdp:d10" not in result  # of 8 episodes
 
 
 def test_figures_are_those_of_the_steady_state():
-    found = [
+    result = [
         simulated(replace(setting(8), steps=steps), 1).steps_per_hour.mean
         for steps in (steps_for(setting(8).config), 120)
     ]
-    assert found[0] == pytest.approx(found[1], rel=0.1)
+    assert result[0] == pytest.approx(result[1], rel=0.1)
     with pytest.raises(ValueError, match="no steady state"):
         simulated(replace(setting(8), steps=12), 1)
 
 
 def test_intervals_over_three_seeds():
-    found = Interval.of([1.0, 2.0, 3.0])
-    assert (found.mean, found.high) == pytest.approx((2.0, 2.0 + 4.30 / 3**0.5))
+    result = Interval.of([1.0, 2.0, 3.0])
+    assert (result.mean, result.high) == pytest.approx((2.0, 2.0 + 4.30 / 3**0.5))
 
 
 @pytest.mark.parametrize(
@@ -245,8 +247,8 @@ def test_a_plan_says_what_its_intervals_and_its_part_leave_out(tmp_path, capsys,
     shape = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 1000, "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    monkeypatch.setattr(command, "simulated", lambda given, seeds: simulated(setting(steps=20), 1))  # a small run
-    monkeypatch.setattr(command, "gains", lambda *given: [])
+    monkeypatch.setattr(command, "simulated", lambda inputs, seeds: simulated(setting(steps=20), 1))  # a small run
+    monkeypatch.setattr(command, "gains", lambda *passed: [])
     words = [f"actor.path={tmp_path}", "allocation_mode=sglang:d16+fsdp:d2", "rollout.max_head_offpolicyness=0"]
     run_command(["plan", "--config", "benchmark/long_answers.yaml", "--card", "h100", *words])
     text = capsys.readouterr().out
@@ -273,15 +275,15 @@ def test_the_times_of_a_card(tmp_path):
         changed = replace(config, allocation_mode=allocation, actor=replace(config.actor, **of_actor))
         return card_times("h100", changed, tokens=1e6)
 
-    one = times("sglang:d1+fsdp:d1")
+    subject = times("sglang:d1+fsdp:d1")
     weights = 2 * 7.6156e9  # bytes
-    assert one.server.step_s == pytest.approx(weights / (3.35e12 * 0.7) + 0.003, rel=1e-3)
-    assert one.server.context_s == pytest.approx(2 * 2 * 28 * 4 * 128 / (3.35e12 * 0.7))
-    assert one.server.max_context == pytest.approx((80e9 * 0.95 - weights) / (2 * 2 * 28 * 4 * 128), rel=1e-3)
-    assert one.trainer.update_token_s == pytest.approx(6 * 7.6156e9 / (989e12 * 0.4), rel=1e-3)
+    assert subject.server.step_s == pytest.approx(weights / (3.35e12 * 0.7) + 0.003, rel=1e-3)
+    assert subject.server.context_s == pytest.approx(2 * 2 * 28 * 4 * 128 / (3.35e12 * 0.7))
+    assert subject.server.max_context == pytest.approx((80e9 * 0.95 - weights) / (2 * 2 * 28 * 4 * 128), rel=1e-3)
+    assert subject.trainer.update_token_s == pytest.approx(6 * 7.6156e9 / (989e12 * 0.4), rel=1e-3)
     larger = times("sglang:d1t4+fsdp:d8t2")
     assert larger.server.step_s == pytest.approx(weights / (3.35e12 * 0.7 * 4) + 0.003 + 2 * 28 * 10e-6, rel=1e-3)
-    assert one.trainer.update_token_s / 16 < larger.trainer.update_token_s < one.trainer.update_token_s / 12
+    assert subject.trainer.update_token_s / 16 < larger.trainer.update_token_s < subject.trainer.update_token_s / 12
     # Small micro-batches take as long as gathering half of the weights twice.
     small = times("sglang:d1t4+fsdp:d8t2", mb_spec=replace(config.actor.mb_spec, max_tokens_per_mb=64))
     assert small.trainer.update_token_s == pytest.approx(2 * weights / 2 * (7 / 8) / (25e9 * 64 * 8), rel=1e-3)
@@ -331,7 +333,7 @@ def test_rewards_of_several_answers_at_a_time_are_not_added(tmp_path):
     spans = [("reward", 5.0, 0.5), ("reward", 5.1, 0.75), ("tool search", 2.0, 1.0), ("tool search", 3.5, 1.0)]
     lines = [line(*span) for span in [*spans, ("generate", 1.0, 4.0), ("episode", 1.0, 5.0)]]
     (tmp_path / "controller.jsonl").write_text("\n".join([*lines, '{"ph": "b", "cat": "epis']))
-    found, updates = traced_times(tmp_path / "controller.jsonl")
+    result, updates = traced_times(tmp_path / "controller.jsonl")
     assert updates == []
-    assert (found[7].start_s, found[7].generated_s, found[7].reward_s) == (1.0, 5.0, 0.75)
-    assert found[7].tools_s == (1.0, 1.0)
+    assert (result[7].start_s, result[7].generated_s, result[7].reward_s) == (1.0, 5.0, 0.75)
+    assert result[7].tools_s == (1.0, 1.0)

@@ -47,17 +47,17 @@ def paced(
     times = ServiceTimes(
         server=ServerTimes(step_s=0.005, sequence_s=sequence_s), trainer=TrainerTimes(update_s=3.0, publish_s=0.5)
     )
-    one = Setting(config=config, times=times, work=answers("uniform(50,200)"), steps=steps)
-    return replace(one, **changes)
+    subject = Setting(config=config, times=times, work=answers("uniform(50,200)"), steps=steps)
+    return replace(subject, **changes)
 
 
 def answers(rule: str) -> Workload:
     return Workload(prompt=16, answers=1, rule=LengthRule.parse(rule))
 
 
-def change_s(one: Setting) -> float:
+def change_s(item: Setting) -> float:
     """When the step of the change ends."""
-    return simulate(replace(one, steps=CHANGE + 1)).steps[CHANGE - 1].end_s
+    return simulate(replace(item, steps=CHANGE + 1)).steps[CHANGE - 1].end_s
 
 
 def longer_answers(monkeypatch) -> Setting:
@@ -70,18 +70,18 @@ def lost_server(monkeypatch) -> Setting:
 
 
 def slow_rewards(monkeypatch) -> Setting:
-    one = paced(sequence_s=0.001)
-    at_s = change_s(one)
+    subject = paced(sequence_s=0.001)
+    at_s = change_s(subject)
 
     async def score(workflow) -> None:
         await asyncio.sleep(10.0 if asyncio.get_running_loop().time() > at_s else 0.0)
 
     monkeypatch.setattr(simulation.SimulatedWorkflow, "_score", score)
-    return replace(one, times=replace(one.times, rewards_s=(1.0,)))
+    return replace(subject, times=replace(subject.times, rewards_s=(1.0,)))
 
 
-def of_batches(one: Setting, name: str) -> list[float]:
-    outcome = simulate(one, keeps_events=True)
+def of_batches(item: Setting, name: str) -> list[float]:
+    outcome = simulate(item, keeps_events=True)
     lost = {event.get("reason") for _, event in outcome.events if event["event"] in ("rejected", "failed")}
     assert lost <= {"filter"}  # nothing is discarded for the set-point
     return [event["stats"][f"setpoint/{name}"] for _, event in outcome.events if event["event"] == "batched"]
@@ -92,11 +92,11 @@ def of_four(values: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "disturbed", [longer_answers, *(pytest.param(one, marks=pytest.mark.slow) for one in (lost_server, slow_rewards))]
+    "disturbed", [longer_answers, *(pytest.param(item, marks=pytest.mark.slow) for item in (lost_server, slow_rewards))]
 )
 def test_staleness_is_back_within_a_tenth_of_the_target_in_eight_steps(monkeypatch, disturbed):
-    one = disturbed(monkeypatch)
-    outcome = simulate(one, keeps_events=True)
+    subject = disturbed(monkeypatch)
+    outcome = simulate(subject, keeps_events=True)
     batches = [event["stats"] for _, event in outcome.events if event["event"] == "batched"]
     assert not {event["event"] for _, event in outcome.events} & {"rejected", "failed"}  # nothing is discarded
     values, leads = ([batch[f"setpoint/{name}"] for batch in batches] for name in ("value", "lead"))
@@ -108,10 +108,10 @@ def test_staleness_is_back_within_a_tenth_of_the_target_in_eight_steps(monkeypat
     settled = fmean(leads[SETTLED:END])
     assert max(leads[SETTLED:END]) - min(leads[SETTLED:END]) < 0.1 * settled
     monkeypatch.setattr(setpoint, "_GAIN", 0.0)  # the same lead all the time
-    first = fmean(of_batches(one, "value")[SETTLED:END])
+    first = fmean(of_batches(subject, "value")[SETTLED:END])
     assert abs(first - TARGET) > 0.08 * TARGET  # the change matters
     monkeypatch.setattr(setpoint.SetPoint, "_first_lead", settled)
-    fixed = of_batches(one, "value")[SETTLED:END]
+    fixed = of_batches(subject, "value")[SETTLED:END]
     assert fmean(values[SETTLED:END]) == pytest.approx(TARGET, rel=0.03)
     assert pstdev(values[SETTLED:END]) < 1.5 * pstdev(fixed)
 
@@ -125,10 +125,14 @@ def test_servers_must_run_at_once_what_the_set_point_admits():
             Workload(prompt=6, answers=8, rule=LengthRule.parse(length), rejected=(("filter", 0.15),))
             for length in ("8", "24")
         ]
-        one = paced(steps=60, work=groups[0], work_from=lambda version, number: groups[version >= CHANGE], servers=1)
+        subject = paced(
+            steps=60, work=groups[0], work_from=lambda version, number: groups[version >= CHANGE], servers=1
+        )
         server = ServerTimes(step_s=0.02, sequence_s=0.0003, max_running=slots)
         trainer = TrainerTimes(update_s=0.3, update_token_s=2e-4, publish_s=0.05)
-        values = of_four(of_batches(replace(one, times=replace(one.times, server=server, trainer=trainer)), "value"))
+        values = of_four(
+            of_batches(replace(subject, times=replace(subject.times, server=server, trainer=trainer)), "value")
+        )
         assert values[10 : CHANGE - 4] == pytest.approx([TARGET] * (CHANGE - 14), rel=0.1)
         return values[CHANGE + 8 : -3]
 
@@ -155,9 +159,9 @@ def test_the_effective_sample_size_is_held():
 
 def test_servers_that_cannot_use_a_lead_do_not_wind_it_up():
     # Too few episodes may run: staleness stays below the target, whatever the lead.
-    one = paced(mean=3.0, steps=40)
-    config = replace(one.config, rollout=replace(one.config.rollout, max_concurrent_rollouts=SIZE // 2))
-    outcome = simulate(replace(one, config=config), keeps_events=True)
+    subject = paced(mean=3.0, steps=40)
+    config = replace(subject.config, rollout=replace(subject.config.rollout, max_concurrent_rollouts=SIZE // 2))
+    outcome = simulate(replace(subject, config=config), keeps_events=True)
     batches = [event["stats"] for _, event in outcome.events if event["event"] == "batched"][10:]
     assert max(batch["setpoint/value"] for batch in batches) < 2.0
     assert max(batch["setpoint/lead"] for batch in batches) <= 2.0 * max(
@@ -166,9 +170,9 @@ def test_servers_that_cannot_use_a_lead_do_not_wind_it_up():
 
 
 def test_the_hard_bound_stays():
-    one = paced(mean=1.9, steps=25)
-    config = replace(one.config, rollout=replace(one.config.rollout, max_head_offpolicyness=2))
-    outcome = simulate(replace(one, config=config), keeps_events=True)
+    subject = paced(mean=1.9, steps=25)
+    config = replace(subject.config, rollout=replace(subject.config.rollout, max_head_offpolicyness=2))
+    outcome = simulate(replace(subject, config=config), keeps_events=True)
     batches = [event["stats"] for _, event in outcome.events if event["event"] == "batched"]
     assert max(batch["setpoint/lead"] for batch in batches) == 2.0
     version, running, accepted = 0, 0, 0
@@ -184,9 +188,9 @@ def test_the_hard_bound_stays():
 
 
 def test_a_controller_that_is_rebuilt_from_the_ledger_paces_as_before():
-    one = paced(mean=None, ess=0.9, steps=20, ess_of=lambda staleness: math.exp(-0.03 * staleness**2))
-    events = [event for _, event in simulate(one, keeps_events=True).events]
-    rule = GateLimits.of(one.config, total_steps=20).setpoint
+    subject = paced(mean=None, ess=0.9, steps=20, ess_of=lambda staleness: math.exp(-0.03 * staleness**2))
+    events = [event for _, event in simulate(subject, keeps_events=True).events]
+    rule = GateLimits.of(subject.config, total_steps=20).setpoint
     assert rule is not None
     for place, event in enumerate(events):
         if event["event"] == "batched" and event["step"] in (0, 5, 15):

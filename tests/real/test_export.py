@@ -47,6 +47,6 @@ def test_an_export_loads_with_tied_embeddings_and_the_same_files(
     trained = {name for name, value in model.state_dict().items() if not torch.equal(value, begin[name])}
     assert ("model.embed_tokens.weight" in trained) == (method == "full")
     assert "model.layers.0.mlp.down_proj.weight" in trained
-    before, after = (AutoTokenizer.from_pretrained(one) for one in (model_folder, folder))
+    before, after = (AutoTokenizer.from_pretrained(item) for item in (model_folder, folder))
     for messages in DIALOGUES:
         assert after.apply_chat_template(messages) == before.apply_chat_template(messages)

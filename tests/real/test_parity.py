@@ -51,8 +51,8 @@ async def answers_of(
 def of_answers(answers: list[GenerationResponse], reference: Reference) -> tuple[Tensor, Tensor]:
     """The log-probabilities of all tokens of the answers, by the server and by transformers."""
     expected = [reference.of_answer(answer.input_ids, answer.output_ids) for answer in answers]
-    found = [answer.output_logprobs for answer in answers]
-    return torch.tensor([*chain(*found)]), torch.tensor([*chain(*expected)])
+    actual = [answer.output_logprobs for answer in answers]
+    return torch.tensor([*chain(*actual)]), torch.tensor([*chain(*expected)])
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def forward(engine: FSDPEngine, rows: list[list[int]]) -> Tensor:
     """The trainer's log-probabilities of the packed rows, without the place after the last token of each."""
     outputs = engine.forward(rows_to_train_batch(rows, [[0] + [1] * (len(row) - 1) for row in rows]))
     assert outputs.logprobs is not None
-    return torch.cat([one[:-1] for one in outputs.logprobs.split([len(row) for row in rows])])
+    return torch.cat([item[:-1] for item in outputs.logprobs.split([len(row) for row in rows])])
 
 
 def make_engine(mesh: TrainerMesh, dtype: str = "float32", lora: LoRAConfig | None = None) -> FSDPEngine:
@@ -122,17 +122,17 @@ def forward_on_two_ranks(mesh: TrainerMesh, folder: Path) -> None:
 async def test_a_native_server_has_the_log_probabilities_of_transformers(
     sampled: list[GenerationResponse], reference: Reference, tell: Tell
 ) -> None:
-    found = Difference.between(*of_answers(sampled, reference))
-    tell(f"native server, float32, {sum(len(one.output_ids) for one in sampled)} sampled tokens: {found}")
-    assert found.largest < TOLERANCE
+    result = Difference.between(*of_answers(sampled, reference))
+    tell(f"native server, float32, {sum(len(item.output_ids) for item in sampled)} sampled tokens: {result}")
+    assert result.largest < TOLERANCE
 
 
 def test_the_trainer_has_the_log_probabilities_of_transformers(
     scored: list[list[int]], expected: Tensor, tell: Tell
 ) -> None:
-    found = Difference.between(forward(make_engine(TrainerMesh.open(None)), scored), expected)
-    tell(f"trainer, float32, {len(expected)} tokens in one packed batch: {found}")
-    assert found.largest < TOLERANCE
+    actual = Difference.between(forward(make_engine(TrainerMesh.open(None)), scored), expected)
+    tell(f"trainer, float32, {len(expected)} tokens in one packed batch: {actual}")
+    assert actual.largest < TOLERANCE
 
 
 def test_two_ranks_with_an_adapter_have_the_log_probabilities_of_peft(
@@ -148,10 +148,10 @@ def test_two_ranks_with_an_adapter_have_the_log_probabilities_of_peft(
     assert sorted(torch.cat([part["part"] for part in parts]).tolist()) == list(range(len(scored)))
     rows = [scored[i] for part in parts for i in part["part"].tolist()]
     by_peft = torch.cat([adapted.logprobs(row) for row in rows])
-    found = Difference.between(torch.cat([part["scores"] for part in parts]), by_peft)
+    result = Difference.between(torch.cat([part["scores"] for part in parts]), by_peft)
     changed = Difference.between(by_peft, torch.cat([reference.logprobs(row) for row in rows]))
-    tell(f"trainer, float32, two ranks with an adapter: {found}; the adapter changes them by {changed}")
-    assert found.largest < TOLERANCE
+    tell(f"trainer, float32, two ranks with an adapter: {result}; the adapter changes them by {changed}")
+    assert result.largest < TOLERANCE
     assert changed.mean > 100 * TOLERANCE
 
 
@@ -177,9 +177,9 @@ async def test_bfloat16_differs_no_more_than_that_of_transformers(
         server.kill_all()
     native = Difference.between(*of_answers(answers, reference))
     tell(f"bfloat16 against float32: transformers {usual}; trainer {trainer}; native server {native}")
-    for found in (trainer, native):
-        assert found.mean < 1.5 * usual.mean
-        assert found.largest < 2.0 * usual.largest
+    for actual in (trainer, native):
+        assert actual.mean < 1.5 * usual.mean
+        assert actual.largest < 2.0 * usual.largest
 
 
 async def test_greedy_answers_are_those_of_generate(
@@ -222,6 +222,6 @@ async def test_vllm_has_the_log_probabilities_of_transformers(
     kit = Kit("vllm", tmp_path, {})
     answers = await answers_of(kit, vllm, prompts, NUM_SAMPLED)
     await kit.close()
-    found = Difference.between(*of_answers(answers, reference))
-    tell(f"vLLM, float32, {sum(len(one.output_ids) for one in answers)} sampled tokens: {found}")
-    assert found.largest < TOLERANCE
+    result = Difference.between(*of_answers(answers, reference))
+    tell(f"vLLM, float32, {sum(len(answer.output_ids) for answer in answers)} sampled tokens: {result}")
+    assert result.largest < TOLERANCE

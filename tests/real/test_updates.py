@@ -85,6 +85,6 @@ async def test_an_answer_is_split_exactly_where_the_weights_change(
         split = answer.output_versions.count(version)
         assert answer.output_versions == [version] * split + [version + 1] * (NUM_TOKENS - split)
         assert 0 < split < NUM_TOKENS
-        before, after = (one.of_answer(answer.input_ids, answer.output_ids) for one in (reference, new))
+        before, after = (item.of_answer(answer.input_ids, answer.output_ids) for item in (reference, new))
         assert largest_gap(answer.output_logprobs, before[:split] + after[split:]) < TOLERANCE
         assert largest_gap(before[split:], after[split:]) > 100 * TOLERANCE

@@ -194,14 +194,14 @@ def write_vision_model(folder: Path) -> None:
 
 def write_images(model: Path, files: ImageFiles) -> list[ImageRef]:
     """Two images in the size that the model takes."""
-    layout, found = read_vision_layout(str(model)), list[ImageRef]()
+    layout, result = read_vision_layout(str(model)), list[ImageRef]()
     assert layout is not None
     for size in ((56, 56), (28, 56)):
         target = io.BytesIO()
         Image.effect_noise(size, 90).convert("RGB").save(target, "PNG")
         png, grid = encode_image(target.getvalue(), layout)
-        found.append(ImageRef(files.put(png), grid))
-    return found
+        result.append(ImageRef(files.put(png), grid))
+    return result
 
 
 def train(folder: Path, text: str, reward=None, *, with_images: bool = False, columns=None) -> Run:
@@ -242,7 +242,7 @@ def train(folder: Path, text: str, reward=None, *, with_images: bool = False, co
             trackers=[JsonlTracker(paths.metrics)],
             hooks=StepHooks(
                 evaluate=None,
-                goal_reached=lambda found: False,
+                goal_reached=lambda result: False,
                 committed=lambda step, path: None,
                 actor_state=roles.actor.state,
             ),

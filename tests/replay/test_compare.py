@@ -7,8 +7,10 @@ from areal.replay.recorded import Comparison, StepComparison
 LIVE = {"step": 1, "actor/loss": 0.25, "actor/grad_norm": 1.5, "actor/entropy": 2.0}
 
 
-def compared(step, recorded, live, **own):
-    return StepComparison.of(step, recorded, live, LIVE | {name.replace("_", "/", 1): one for name, one in own.items()})
+def compared(step, recorded, live, **ours):
+    return StepComparison.of(
+        step, recorded, live, LIVE | {name.replace("_", "/", 1): item for name, item in ours.items()}
+    )
 
 
 def test_a_step_is_equal_when_its_weights_and_metrics_are():
@@ -40,20 +42,20 @@ def test_the_smallest_difference_counts_and_is_shown_with_both_values():
 )  # fmt: skip
 def test_an_exact_replay_remembers_its_first_difference(steps, is_equal, summary):
     comparison = Comparison(is_exact=True)
-    for step, recorded, live, own in steps:
-        comparison.add(compared(step, recorded, live, **own))
+    for step, recorded, live, ours in steps:
+        comparison.add(compared(step, recorded, live, **ours))
     assert (comparison.is_equal, comparison.summary()) == (is_equal, summary)
 
 
 def test_a_comparison_shows_what_there_is_side_by_side():
-    comparison, own = Comparison(is_exact=False), {"weights": "x", "actor_loss": 0.5, "actor_clip_ratio": 0.1}
-    lines = comparison.add(compared(1, "ab", LIVE, **own))
+    comparison, ours = Comparison(is_exact=False), {"weights": "x", "actor_loss": 0.5, "actor_clip_ratio": 0.1}
+    lines = comparison.add(compared(1, "ab", LIVE, **ours))
     assert [" ".join(line.split()) for line in lines] == [
         "| loss | grad norm | clip ratio | entropy",
         "step | live replay | live replay | live replay | live replay",
         "1 | 0.25 0.5 | 1.5 1.5 | - 0.1 | 2 2",
     ]
-    assert len(comparison.add(compared(2, "ab", None, **own))) == 1
+    assert len(comparison.add(compared(2, "ab", None, **ours))) == 1
     assert comparison.summary().splitlines() == [
         "means over 2 steps:",
         "  loss: live 0.25, replay 0.5 (+0.25)",

@@ -45,10 +45,10 @@ def test_another_reward_makes_the_update_of_a_run_with_it(
     assert command.replay(command.read_command_line(words)) == 0
     capsys.readouterr()
     weights = RecordedRun.read(other.folder).weights
-    own = read_metrics(recorded.folder / "replays" / tmp_path.name / "metrics.jsonl")
-    assert {step - 1: row["weights"] for step, row in own.items()} == weights
+    ours = read_metrics(recorded.folder / "replays" / tmp_path.name / "metrics.jsonl")
+    assert {step - 1: row["weights"] for step, row in ours.items()} == weights
     live = read_metrics(other.folder / "metrics.jsonl")
-    assert [row["batch/reward"] for row in own.values()] == [row["batch/reward"] for row in live.values()]
+    assert [row["batch/reward"] for row in ours.values()] == [row["batch/reward"] for row in live.values()]
 
 
 def config_of(**agent) -> GRPOConfig:
@@ -138,8 +138,8 @@ async def test_sessions_with_images_are_cut_again_with_the_images_of_each_row(cu
     assert facts(made) == facts(groups[other])
     expected = [([*row.token_ids], [*row.images]) for row in groups[other].trajectories]
     assert sorted(map(repr, expected)) == sorted(repr(([*r.token_ids], [*r.images])) for r in made.trajectories)
-    context, found, _ = regrade.last_answer(made.trajectories)
-    written = tokenizer.decode(regrade._written(context, found, LAYOUT))
+    context, actual, _ = regrade.last_answer(made.trajectories)
+    written = tokenizer.decode(regrade._written(context, actual, LAYOUT))
     assert written.count("<|image_pad|>") == 2
 
 

@@ -43,8 +43,8 @@ def file_hashes(folder: Path) -> dict[str, str]:
 
 
 def first_difference(text: str) -> int | None:
-    found = re.search(r"DIFFERENT from step (\d+) on", text)
-    return int(found[1]) if found else None
+    result = re.search(r"DIFFERENT from step (\d+) on", text)
+    return int(result[1]) if result else None
 
 
 @pytest.mark.parametrize("name", ["recorded", "recorded_with_all"])
@@ -58,13 +58,13 @@ def test_a_replay_equals_its_run_to_the_bit_and_leaves_it_as_it_was(name, reques
     assert ("critic/loss" in told) == (name == "recorded_with_all")
     assert told.splitlines()[-1] == "equal: 4 steps, 4 with checksums, 4 with metrics"
     assert file_hashes(folder) == before
-    live, own = read_metrics(folder / "metrics.jsonl"), read_metrics(folder / "replays" / "exact" / "metrics.jsonl")
+    live, ours = read_metrics(folder / "metrics.jsonl"), read_metrics(folder / "replays" / "exact" / "metrics.jsonl")
     timed = ("seconds", "time", "trained_tokens_per_s", "weights")
-    assert list(own) == [1, 2, 3, 4]
-    for step, row in own.items():
+    assert list(ours) == [1, 2, 3, 4]
+    for step, row in ours.items():
         kept = {key: value for key, value in row.items() if not key.startswith(timed)}
         assert kept == {key: live[step][key] for key in kept}
-    assert own[1]["rollout/reward"] == 0.5
+    assert ours[1]["rollout/reward"] == 0.5
 
 
 def change_reward(run: RunPaths, step: int) -> int:
@@ -136,9 +136,9 @@ def test_another_learning_rate_as_an_override_is_a_comparison_on_the_same_data(r
     first_live, first_own = rows[0][1].split()
     assert first_live != first_own or rows[0][2].split()[0] != rows[0][2].split()[1]
     assert lines[-1] == "weights: different from step 1 on"
-    live, own = read_metrics(run.metrics), read_metrics(run.replays / "lr" / "metrics.jsonl")
-    assert own[1]["batch/reward"] == live[1]["batch/reward"], "the data are the same"
-    assert own[1]["actor/lr"] != live[1]["actor/lr"]
+    live, ours = read_metrics(run.metrics), read_metrics(run.replays / "lr" / "metrics.jsonl")
+    assert ours[1]["batch/reward"] == live[1]["batch/reward"], "the data are the same"
+    assert ours[1]["actor/lr"] != live[1]["actor/lr"]
 
 
 def test_an_option_without_effect_leaves_the_weights_equal(run, capsys):

@@ -44,11 +44,11 @@ def replay(run: RunPaths, *words: str) -> tuple[dict, dict]:
 def test_a_replay_goes_through_the_same_states(copied, capsys, name, first):
     """From a checkpoint in the middle: coefficients and references come from it, the order of sequences from the
     seed."""
-    live, own = replay(copied(name), "--from-checkpoint", str(first))
+    live, ours = replay(copied(name), "--from-checkpoint", str(first))
     assert f"equal: {4 - first} steps" in capsys.readouterr().out
     names = {"recorded_with_resets": RESET, "recorded_with_roles": SCORED}.get(name)
     names = names or [key for key in live[4] if key.split("/")[0] in ("actor", "critic", "filter")]
-    for step, row in own.items():
+    for step, row in ours.items():
         assert {key: row.get(key) for key in names} == {key: live[step].get(key) for key in names}
     if name == "recorded_with_roles":
         assert live[4]["teacher/kl"] > 0
@@ -75,13 +75,13 @@ def test_a_replay_goes_through_the_same_states(copied, capsys, name, first):
 )
 def test_another_option_is_another_path(copied, capsys, name, words, step):
     """Of the references: what the checkpoint holds of the reference and the coefficient is needed."""
-    live, own = replay(run := copied(name), *words)
+    live, ours = replay(run := copied(name), *words)
     assert f"weights: different from step {step} on" in capsys.readouterr().out
     if name == "recorded_with_epochs":
-        assert own[1]["actor/update_skipped"] == 0
+        assert ours[1]["actor/update_skipped"] == 0
     if name == "recorded_with_resets":
         assert (run.recover / "step-000002" / "ref").is_dir()
-        assert own[3]["batch/ref_kl"] > 1e-6 > live[3]["batch/ref_kl"]
+        assert ours[3]["batch/ref_kl"] > 1e-6 > live[3]["batch/ref_kl"]
 
 
 def test_a_checkpoint_without_the_reference_does_not_fit_a_run_that_resets_it(copied):

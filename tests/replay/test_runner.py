@@ -40,14 +40,14 @@ def ranks_of(tmp_path, *codes):
 
 
 def left(mark):
-    found = []
+    result = []
     for process in psutil.process_iter():
         try:
             if process.environ().get("AREAL_TEST_MARK") == str(mark) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                result.append(process)
         except psutil.Error:
             continue
-    return found
+    return result
 
 
 def test_it_returns_when_all_have_ended_and_looks_once_more_then(tmp_path):
@@ -107,9 +107,9 @@ def test_ranks_have_the_recorded_environment_and_work_in_their_own_folder(record
     from areal.replay.recorded import RecordedRun
     from areal.system.process import ProcessContext
 
-    found = RecordedRun.read(recorded.folder).ranks()
+    result = RecordedRun.read(recorded.folder).ranks()
     on_node = Host(bind="10.255.0.1", advertise="10.255.0.1", node="node1")
-    changed = [(replace(context, host=on_node), env | {"OMP_NUM_THREADS": "7"}) for context, env in found]
+    changed = [(replace(context, host=on_node), env | {"OMP_NUM_THREADS": "7"}) for context, env in result]
     [rank] = plan_ranks(changed, tmp_path)
     context = ProcessContext.from_env(rank.env)
     assert context is not None

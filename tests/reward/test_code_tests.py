@@ -9,7 +9,7 @@ from areal.reward.sandbox_inside import decoded, encoded
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted", "same"),
+    ("inputs", "wanted", "same"),
     [
         ("3\n", "3", True),
         ("a  \nb\n\n\n", "a\nb", True),
@@ -32,8 +32,8 @@ from areal.reward.sandbox_inside import decoded, encoded
         (" 3", "3", True),
     ],
 )
-def test_outputs(given, wanted, same):
-    assert same_output(given, wanted, 1e-6) is same
+def test_outputs(inputs, wanted, same):
+    assert same_output(inputs, wanted, 1e-6) is same
 
 
 def test_without_tolerance_decimals_are_equal_as_numbers():
@@ -42,7 +42,7 @@ def test_without_tolerance_decimals_are_equal_as_numbers():
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted", "same"),
+    ("inputs", "wanted", "same"),
     [
         (3, 3, True), (3.0, 3, True), (3, 4, False), (0.1 + 0.2, 0.3, True), ((1, [2]), [1, [2]], True),
         ([1, 2], [1, 2, 3], False), ({1: "a"}, {"1": "a"}, True), ({"a": 1}, {"b": 1}, False), (True, 1, False),
@@ -50,8 +50,8 @@ def test_without_tolerance_decimals_are_equal_as_numbers():
         ({1, 2}, [1, 2], False), (5, [5], True), ([5], 5, False), (10**400, 1.0, False), ("ab", ["a", "b"], False),
     ],
 )  # fmt: skip
-def test_results(given, wanted, same):
-    assert same_result(given, wanted, 1e-6) is same
+def test_results(inputs, wanted, same):
+    assert same_result(inputs, wanted, 1e-6) is same
 
 
 def test_what_tests_imports_or_defines_comes_before_each_of_the_others():

@@ -50,8 +50,8 @@ def test_a_program_cannot_read_the_wanted_result(name, backend, tmp_path):
     file.write_text('{"answer": "wanted-31415"}')
     reader = READERS[name].format(file=str(file), folder=str(tmp_path), pattern=f"{tmp_path}/*")
     lines = "".join(f"    {line}\n" for line in reader.splitlines())
-    found = f"text = ''\ntry:\n{lines}except BaseException: pass\n"
-    program = f"{found}print('wanted' + '-31415' if 'wanted' + '-31415' in text else 'nothing')"
+    result = f"text = ''\ntry:\n{lines}except BaseException: pass\n"
+    program = f"{result}print('wanted' + '-31415' if 'wanted' + '-31415' in text else 'nothing')"
     assert score(program, {"inputs": [""], "outputs": ["wanted-31415"]}) == 0.0
     assert score(program, {"inputs": [""], "outputs": ["nothing"]}) == 1.0
 

@@ -25,7 +25,7 @@ def test_extract_answer(text, answer):
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("inputs", "wanted"),
     [
         ("18", "18"), ("18.0", "18"), ("$18", "18"), (r"\$18.00", "18"), ("1,234", "1234"), ("1234.50", "$1,234.5"),
         ("18 dollars", "18"), (r"18\text{ cm}", "18"), ("12 m/s", "12"), ("45°", "45"), ("50%", "50"),
@@ -36,13 +36,13 @@ def test_extract_answer(text, answer):
         ("2.5 thousand", "2500"),
     ],
 )  # fmt: skip
-def test_equal(given, wanted):
-    assert answers_equal(given, wanted)
-    assert answers_equal(wanted, given)
+def test_equal(inputs, wanted):
+    assert answers_equal(inputs, wanted)
+    assert answers_equal(wanted, inputs)
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("inputs", "wanted"),
     [
         ("18", "19"), ("-18", "18"), ("0.5", "50"), ("10000", "10001"), ("1/0", "0"), ("1,5", "15"), ("5 or 6", "5"),
         ("", "0"), ("Paris", "London"), ("9" * 5000, "9"), ("a=1, b=2, c=7", "7"), ("a=1; c=7", "7"),
@@ -50,9 +50,9 @@ def test_equal(given, wanted):
         ("7 or more", "7"), ("7 not more", "7"), ("7 million", "7"),
     ],
 )  # fmt: skip
-def test_not_equal(given, wanted):
-    assert not answers_equal(given, wanted)
-    assert not answers_equal(wanted, given)
+def test_not_equal(inputs, wanted):
+    assert not answers_equal(inputs, wanted)
+    assert not answers_equal(wanted, inputs)
 
 
 def test_reward_reads_the_answer_column_of_gsm8k():

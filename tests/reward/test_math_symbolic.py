@@ -23,8 +23,8 @@ from tests.expect import raises_code
 WALL_LIMIT_S = math_symbolic._WALL_LIMIT_S
 
 
-def score(given, gold):
-    return symbolic_math_reward("", f"So the answer is \\boxed{{{given}}}.", [], [], answer=gold)
+def score(inputs, gold):
+    return symbolic_math_reward("", f"So the answer is \\boxed{{{inputs}}}.", [], [], answer=gold)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_the_rows_answer_may_be_latex_boxed_or_plain(answer, content):
 
 
 @pytest.mark.parametrize(
-    ("given", "gold"),
+    ("inputs", "gold"),
     [
         (r"\frac12", r"\frac{1}{2}"), ("0.5", "1/2"), ("0.333333", r"\frac13"), ("2 1/2", "2.5"),
         (r"2\sqrt2", r"\sqrt{8}"), ("1+x", "x+1"), ("(x+1)(x-1)", "x^2-1"), (r"\{2,1\}", "1,2"),
@@ -64,12 +64,12 @@ def test_the_rows_answer_may_be_latex_boxed_or_plain(answer, content):
         ("10^3", "1000"), ("1+2i", "2i+1"),
     ],
 )  # fmt: skip
-def test_equal(given, gold):
-    assert score(given, gold) == 1.0
+def test_equal(inputs, gold):
+    assert score(inputs, gold) == 1.0
 
 
 @pytest.mark.parametrize(
-    ("given", "gold"),
+    ("inputs", "gold"),
     [
         ("-1", "1"), ("0.3333", r"\frac13"), ("3.14", r"\pi"), ("x+2", "x+1"), ("(2,1)", "(1,2)"), ("[1,2]", "(1,2)"),
         (r"\{1,2,3\}", r"\{1,2\}"),
@@ -78,12 +78,12 @@ def test_equal(given, gold):
         (r"\frac{1}{", "1"), ("2:00", "3:00"),
     ],
 )  # fmt: skip
-def test_not_equal(given, gold):
-    assert score(given, gold) == 0.0
+def test_not_equal(inputs, gold):
+    assert score(inputs, gold) == 0.0
 
 
 @pytest.mark.parametrize(
-    ("given", "gold"),
+    ("inputs", "gold"),
     [
         (r"1.6\times10^{-19}", r"0.16\times10^{-18}"), ("0.333333", r"\frac13"), ("1500 m", r"1.5\text{ km}"),
         (r"120\text{ minutes}", r"2\text{ hours}"), (r"10\text{ cm}", "10"), ("10", r"10\text{ cm}"), ("5€", "5"),
@@ -100,12 +100,12 @@ def test_not_equal(given, gold):
         (r"3\sqrt{2}\text{ cm}", r"3\sqrt{2}"), ("18 dollars", "18"), ("18", r"\$18"),
     ],
 )  # fmt: skip
-def test_units_separators_and_inequalities_are_read(given, gold):
-    assert score(given, gold) == 1.0
+def test_units_separators_and_inequalities_are_read(inputs, gold):
+    assert score(inputs, gold) == 1.0
 
 
 @pytest.mark.parametrize(
-    ("given", "gold"),
+    ("inputs", "gold"),
     [
         (r"1.6\times10^{-19}", r"9.1\times10^{-31}"), (r"1.602\times10^{-19}\text{ C}", r"9.109\times10^{-31}"),
         ("0.000333", r"\frac{1}{3000}"), ("0.0000001", "0.0000002"), (r"\{0.0000001,2\}", r"\{0.0000002,2\}"),
@@ -119,8 +119,8 @@ def test_units_separators_and_inequalities_are_read(given, gold):
         (r"x<1 \text{ or } x>2", "(1,2)"),
     ],
 )  # fmt: skip
-def test_tiny_numbers_and_units_that_differ_are_wrong(given, gold):
-    assert score(given, gold) == 0.0
+def test_tiny_numbers_and_units_that_differ_are_wrong(inputs, gold):
+    assert score(inputs, gold) == 0.0
 
 
 def test_boxes_that_follow_each_other_are_no_set():
@@ -152,9 +152,9 @@ def short_limit():
     math_symbolic._math_process.cache_clear()
 
 
-@pytest.mark.parametrize("given", ["9^{9^{9^9}}", "(10^9)!", "(" * 999])
-def test_an_answer_that_takes_too_long_is_wrong(short_limit, given):
-    assert score(given, "1") == 0.0
+@pytest.mark.parametrize("inputs", ["9^{9^{9^9}}", "(10^9)!", "(" * 999])
+def test_an_answer_that_takes_too_long_is_wrong(short_limit, inputs):
+    assert score(inputs, "1") == 0.0
     assert score("x+1", "1+x") == 1.0  # the next one is compared
 
 
@@ -204,11 +204,11 @@ def test_no_process_with_threads_is_forked():
     assert (done.stdout, done.returncode) == ("1.0\n", 0)
 
 
-@pytest.mark.parametrize("given", ["{" * 100_000, "\\boxed{" * 20_000, "\\frac" * 20_000, "1 " * 50_000])
-def test_long_answers_are_not_read(monkeypatch, given):
+@pytest.mark.parametrize("inputs", ["{" * 100_000, "\\boxed{" * 20_000, "\\frac" * 20_000, "1 " * 50_000])
+def test_long_answers_are_not_read(monkeypatch, inputs):
     monkeypatch.setattr(math_symbolic, "_math_process", None)
     began_s = time.process_time()
-    assert score(given, "1") == 0.0
+    assert score(inputs, "1") == 0.0
     assert time.process_time() - began_s < 1.0
 
 
@@ -220,9 +220,9 @@ def test_long_answers_are_not_read(monkeypatch, given):
         "".join
     )
 )
-def test_any_text_is_scored(short_limit, given):
-    assert score(given, r"\frac{1}{2}x") in (0.0, 1.0)
-    assert symbolic_math_reward("", given, [], [], answer="12") in (0.0, 1.0)
+def test_any_text_is_scored(short_limit, inputs):
+    assert score(inputs, r"\frac{1}{2}x") in (0.0, 1.0)
+    assert symbolic_math_reward("", inputs, [], [], answer="12") in (0.0, 1.0)
 
 
 def test_it_works_outside_the_main_thread():
@@ -255,15 +255,15 @@ def test_the_missing_library_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "gold"),
+    ("inputs", "gold"),
     [("2x", "2"), ("3i", "3"), ("3!", "3"), ("2x", "2y"), ("5 million", "5"), ("2 1/2", "21/2"), ("4n", "4"),
      ("3e", "3"),
      ("2\\frac{1}{2}", "\\frac{21}{2}"), ("\\frac{1}{2}3", "\\frac{1}{23}"), ("2/3x", "2/3")],
 )  # fmt: skip
-def test_a_number_does_not_equal_that_number_with_a_suffix(given, gold):
-    for one, other in ((given, gold), (gold, given)):
-        assert symbolic_math_reward("", f"\\boxed{{{one}}}", [], [], answer=other) == 0
-        assert symbolic_math_reward("", f"\\boxed{{{one}}}", [], [], answer=one) == 1
+def test_a_number_does_not_equal_that_number_with_a_suffix(inputs, gold):
+    for item, other in ((inputs, gold), (gold, inputs)):
+        assert symbolic_math_reward("", f"\\boxed{{{item}}}", [], [], answer=other) == 0
+        assert symbolic_math_reward("", f"\\boxed{{{item}}}", [], [], answer=item) == 1
 
 
 def test_the_limits_in_the_configuration_are_those_of_the_code():

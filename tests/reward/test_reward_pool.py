@@ -80,8 +80,8 @@ async def test_numbers_of_every_kind_become_floats(pool):
 
 
 async def test_a_mapping_has_a_score_and_other_numbers(pool):
-    found = await score(pool, "details", details={"score": 1, "acc": True, "pred": "42", "steps": [1], "ratio": 0.5})
-    assert (found.status, found.value, found.metrics) == ("ok", 1.0, {"acc": 1.0, "ratio": 0.5})
+    result = await score(pool, "details", details={"score": 1, "acc": True, "pred": "42", "steps": [1], "ratio": 0.5})
+    assert (result.status, result.value, result.metrics) == ("ok", 1.0, {"acc": 1.0, "ratio": 0.5})
     assert (await score(pool, "length")).metrics is None
     for details, status, message in [
         ({"acc": 1.0}, "error", "returned a mapping without 'score', with acc"),
@@ -91,8 +91,8 @@ async def test_a_mapping_has_a_score_and_other_numbers(pool):
         ({"score": "nan"}, "not_finite", "returned score=nan"),
         ({"score": 1.0, "acc": "inf", "last": 2.0}, "not_finite", "returned acc=inf"),
     ]:
-        found = await score(pool, "details", details=details)
-        assert (found.status, found.value, found.message, found.metrics) == (status, 0.0, message, None)
+        result = await score(pool, "details", details=details)
+        assert (result.status, result.value, result.message, result.metrics) == (status, 0.0, message, None)
 
 
 async def test_every_failure_has_its_status_and_the_next_call_works(pool):
@@ -106,9 +106,9 @@ async def test_every_failure_has_its_status_and_the_next_call_works(pool):
         ("echo_row", {"other": 1}, "error", ["echo_row needs the column 'weight', a row has only ['other']"]),
         ("is_async", {}, "unusable", ["async function"]),
     ]:
-        found = await score(pool, name, **row)
-        assert (found.status, found.value) == (status, 0.0), found
-        assert all(part in found.message for part in parts), found
+        result = await score(pool, name, **row)
+        assert (result.status, result.value) == (status, 0.0), result
+        assert all(part in result.message for part in parts), result
     assert (await score(pool, "length")).status == "ok"
 
 
@@ -140,8 +140,8 @@ async def test_rows_scored_at_the_same_time_share_messages(quick_pool, monkeypat
         pool.score_many(ref("length"), "", [], [("of another function", [])], {}),
         pool.score_many(ref("scaled"), "", [], [("ccc", [])], {"weight": 100}),
     ]
-    found = [[(r.status, r.value) for r in results] for results in await asyncio.gather(*rows)]
-    assert found == [[("ok", 1.0), ("timeout", 0.0)], [("ok", 20.0)], [("ok", 19.0)], [("ok", 300.0)]]
+    result = [[(r.status, r.value) for r in results] for results in await asyncio.gather(*rows)]
+    assert result == [[("ok", 1.0), ("timeout", 0.0)], [("ok", 20.0)], [("ok", 19.0)], [("ok", 300.0)]]
     assert sizes == [[2, 1], [1], [1], [1]]  # the call after the one that hung is sent again
 
 

@@ -62,10 +62,10 @@ def test_the_local_sandbox_is_refused_on_other_machines(monkeypatch):
 
 
 def test_what_programs_can_reach_without_a_protection_is_said_once(monkeypatch, caplog):
-    found = (Isolation(namespaces=False), ["namespaces: forbidden"])
-    monkeypatch.setattr(sandbox_backends, "available_isolation", lambda: found)
+    result = (Isolation(namespaces=False), ["namespaces: forbidden"])
+    monkeypatch.setattr(sandbox_backends, "available_isolation", lambda: result)
     isolation, warning = checked(SandboxConfig())
-    assert isolation == found[0]
+    assert isolation == result[0]
     for word in ("datasets", "run folder", "namespaces: forbidden", "reward.sandbox.backend"):
         assert word in warning
     sandbox_backends.log_reach(SandboxConfig())

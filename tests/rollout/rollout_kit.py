@@ -189,7 +189,7 @@ async def answer(controller: Controller, step: int, dp_rank: int = 0, dp_size: i
     if record is None:
         return None
     read = controller.batches._ledger.payload
-    payloads = [read(*found) for found in zip(record.episode_ids, record.payloads, strict=True)]
+    payloads = [read(*item) for item in zip(record.episode_ids, record.payloads, strict=True)]
     part = share_parts([payload_head(payload) for payload in payloads], dp_size)[dp_rank]
     return encode_head(record, part) + b"".join(payloads[index] for index in part.indices)
 
@@ -256,11 +256,11 @@ class FileLog:
     LINGER_S = 0.05
 
     def __init__(self, folder: Path, moment: Callable[[str], None] = lambda name: None) -> None:
-        found = recover_folder(folder)
-        self.state = found.state
+        result = recover_folder(folder)
+        self.state = result.state
         self._moment = moment
-        self._segment, self._size = found.next_number, 0
-        self._writer = GroupWriter(folder, found.next_number, after=found.end, open_file=self._open, keep_rejected=3)
+        self._segment, self._size = result.next_number, 0
+        self._writer = GroupWriter(folder, result.next_number, after=result.end, open_file=self._open, keep_rejected=3)
         self._events: list[Event] = []
         self._payloads: list[tuple[int, bytes]] = []
         self._kept: list[tuple[int, int, bytes]] = []

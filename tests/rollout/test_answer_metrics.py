@@ -70,9 +70,9 @@ def test_one_answer_with_different_rewards_counts_with_its_share():
 
 
 def test_the_standard_error_is_over_prompts():
-    found = estimate([0.0, 1.0, 1.0, 1.0])
-    assert (found.mean, found.num_rows) == (0.75, 4)
-    assert found.stderr == pytest.approx(math.sqrt((0.75**2 + 3 * 0.25**2) / 3) / 2)  # s / sqrt(4), by hand 0.25
+    result = estimate([0.0, 1.0, 1.0, 1.0])
+    assert (result.mean, result.num_rows) == (0.75, 4)
+    assert result.stderr == pytest.approx(math.sqrt((0.75**2 + 3 * 0.25**2) / 3) / 2)  # s / sqrt(4), by hand 0.25
     assert estimate([0.5]).stderr is None
 
 
@@ -85,9 +85,9 @@ def test_the_metrics_of_two_prompts_by_hand():
         graded(("8", 1.0), ("8", 1.0), ("9", 0.1), (None, 0.0)),  # 2 of 4 correct, mean 0.525, the majority is right
         graded(("1", 0.1), ("1", 0.1), ("2", 1.0), ("3", 0.1)),  # 1 of 4 correct, mean 0.325, the majority is wrong
     ]
-    found = answer_metrics(rows, num_samples=4, correct_reward=1.0)
-    assert list(found) == ["mean@4", "pass@1", "pass@2", "pass@4", "majority@4"]
-    means = {name: one.mean for name, one in found.items()}
+    actual = answer_metrics(rows, num_samples=4, correct_reward=1.0)
+    assert list(actual) == ["mean@4", "pass@1", "pass@2", "pass@4", "majority@4"]
+    means = {name: item.mean for name, item in actual.items()}
     expected = {
         "mean@4": 0.425,
         "pass@1": (2 / 4 + 1 / 4) / 2,
@@ -96,14 +96,14 @@ def test_the_metrics_of_two_prompts_by_hand():
         "majority@4": 0.5,
     }
     assert means == pytest.approx(expected)
-    assert found["mean@4"].stderr == pytest.approx(0.1)  # s = 0.2 / sqrt(2); s / sqrt(2)
-    assert found["pass@4"].stderr == 0.0
+    assert actual["mean@4"].stderr == pytest.approx(0.1)  # s = 0.2 / sqrt(2); s / sqrt(2)
+    assert actual["pass@4"].stderr == 0.0
 
 
 def test_failed_answers_leave_a_prompt_out_where_it_has_too_few():
     rows = [graded(("8", 1.0), ("8", 1.0)), graded(("9", 0.0)), []]
-    found = answer_metrics(rows, num_samples=2, correct_reward=1.0)
-    assert {name: (one.mean, one.num_rows) for name, one in found.items()} == {
+    result = answer_metrics(rows, num_samples=2, correct_reward=1.0)
+    assert {name: (item.mean, item.num_rows) for name, item in result.items()} == {
         "mean@2": (0.5, 2),
         "pass@1": (0.5, 2),
         "pass@2": (1.0, 1),
@@ -115,6 +115,6 @@ def test_failed_answers_leave_a_prompt_out_where_it_has_too_few():
 def test_one_answer_per_prompt_and_chosen_ks():
     assert list(answer_metrics([graded(("8", 1.0))], num_samples=1, correct_reward=1.0)) == ["mean@1", "pass@1"]
     chosen = answer_metrics([graded(("8", 1.0), ("9", 0.0), ("9", 0.0))], num_samples=3, correct_reward=1.0, ks=[2])
-    assert {name: one.mean for name, one in chosen.items()} == pytest.approx(
+    assert {name: item.mean for name, item in chosen.items()} == pytest.approx(
         {"mean@3": 1 / 3, "pass@2": 2 / 3, "majority@3": 0.0}
     )

@@ -61,9 +61,9 @@ async def started(fleet, workflow=None, step=1):
 
 
 async def state_of(controller, step, **options):
-    given = {"begins": False, "timeout_s": 0.0} | options
-    found = await controller.background_evaluation(step, **given)
-    return found.state, found.results
+    inputs = {"begins": False, "timeout_s": 0.0} | options
+    result = await controller.background_evaluation(step, **inputs)
+    return result.state, result.results
 
 
 def update(version):
@@ -81,7 +81,7 @@ async def test_training_goes_on_while_a_replica_answers_under_its_version():
     assert controller._evaluations.active == ""  # nobody waits for it
     pinned.may_answer.set()
     state, results = await state_of(controller, 1, timeout_s=100.0)
-    assert (state, {mode: found["reward"] for mode, found in results.items()}) == (
+    assert (state, {mode: item["reward"] for mode, item in results.items()}) == (
         "ready",
         {"sampled": 4.0, "greedy": 4.0},
     )

@@ -74,9 +74,9 @@ def test_a_call_survives_a_controller_restart(monkeypatch):
 
         def look_up():
             nonlocal now_s
-            found = next(addresses)
-            now_s += 200.0 if found == hung else 0.0
-            return found
+            result = next(addresses)
+            now_s += 200.0 if result == hung else 0.0
+            return result
 
         client = RolloutClient(look_up, token=TOKEN, answer_s=0.15, reconnect_s=300.0, silent_s=1000.0)
         assert client.status() == {"step": 3}
@@ -106,7 +106,7 @@ def test_calls_use_one_connection_until_the_controller_closes_it():
         for _ in range(5):
             client.status()
         client.close()
-    assert [clients.count(one) for one in dict.fromkeys(clients)] == [3, 2]
+    assert [clients.count(fromkey) for fromkey in dict.fromkeys(clients)] == [3, 2]
 
 
 def test_an_unanswered_call_ends():
@@ -131,8 +131,8 @@ def test_another_process_on_the_controller_port_is_detected():
 
 def test_the_address_is_looked_up_again_only_after_a_failure():
     """The registry may be down for a time while the controller runs."""
-    found = [(200, b'{"step": 3}')]
-    with answering(*found * 3, (401, b"")) as (first, asked), answering(*found) as (second, asked_second):
+    result = [(200, b'{"step": 3}')]
+    with answering(*result * 3, (401, b"")) as (first, asked), answering(*result) as (second, asked_second):
         addresses = iter([first, second])  # the port of the first belongs to another run in the end
         client = RolloutClient(lambda: next(addresses), token=TOKEN)
         assert [client.status() for _ in range(4)] == [{"step": 3}] * 4
@@ -141,8 +141,8 @@ def test_the_address_is_looked_up_again_only_after_a_failure():
 
 def test_the_answer_to_a_weight_update_has_that_to_its_probe():
     probe = {"prompt_ids": [1, 2], "answer_ids": [3], "images": []}
-    found = [(200, orjson.dumps({"version": 3, "probe": each})) for each in (probe, None)]
-    with answering(*found) as (address, asked):
+    result = [(200, orjson.dumps({"version": 3, "probe": each})) for each in (probe, None)]
+    with answering(*result) as (address, asked):
         client = RolloutClient(address, token=TOKEN)
         client.publish(WeightUpdate(version=3, kind="disk", path="/weights/3"))
         assert client.probe_tokens(3) == ProbeTokens(**probe)

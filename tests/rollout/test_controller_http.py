@@ -199,9 +199,9 @@ async def test_requests_without_token_of_web_pages_or_without_json_are_refused(t
 async def test_a_broken_body_is_refused_without_a_traceback(tmp_path, caplog, rest, status):
     controller = rollout_kit.make_controller(Ledger.open(tmp_path))
     async with running(controller) as address:
-        found = await send_broken(address, "/finish", rest, is_cut=not status)
-        assert status in found
-        assert b" 500 " not in found
+        result = await send_broken(address, "/finish", rest, is_cut=not status)
+        assert status in result
+        assert b" 500 " not in result
         assert controller.status()["waiting_for"] == "a trainer to attach"
     assert [record for record in caplog.records if record.exc_info] == []
 

@@ -148,7 +148,7 @@ def make_view(world, life):
 
         def live_replicas(self, version):
             holds = version == self.version
-            return [one for one, name in self.ids().items() if not (holds and world.servers[name] == version)]
+            return [item for item, name in self.ids().items() if not (holds and world.servers[name] == version)]
 
         def status(self):
             stale = any(version != self.version for version in world.servers.values())
@@ -161,7 +161,7 @@ def make_view(world, life):
         async def update(self, update):
             if update.kind == "collective" and (not update.replicas or not set(update.replicas) <= set(self.ids())):
                 raise WeightSyncError("these replicas do not exist")
-            members = [self.ids()[one] for one in update.replicas] or list(world.servers)
+            members = [self.ids()[replica] for replica in update.replicas] or list(world.servers)
             for name in members:
                 await asyncio.sleep(0.02)
                 world.moment(life, f"{name} takes {update.version}")
@@ -371,7 +371,7 @@ def test_killed_at_every_moment_of_a_publication_over_a_collective(tmp_path):
     moments = survive(tmp_path / "unbroken", "collective", []).moments
     for moment, name in enumerate(moments, start=1):
         near = moments[max(0, moment - 3) : moment]
-        if any("takes" in one or one in ("before published", "answer to publish") for one in [name, *near]):
+        if any("takes" in item or item in ("before published", "answer to publish") for item in [name, *near]):
             survive(tmp_path / str(moment), "collective", [moment])
 
 

@@ -19,15 +19,15 @@ from areal.rollout.controller_process import (
 @pytest.fixture
 def passes(monkeypatch):
     """Passes follow each other at once. The list gets the generation of each, and how many objects are young."""
-    found = []
+    result = []
 
     def note(phase: str, info: dict[str, int]) -> None:
         if phase == "start":
-            found.append((info["generation"], len(gc.get_objects(0))))
+            result.append((info["generation"], len(gc.get_objects(0))))
 
     monkeypatch.setattr(controller_process, "YOUNG_S", 0.0)
     gc.callbacks.append(note)
-    yield found
+    yield result
     gc.callbacks.remove(note)
 
 

@@ -7,8 +7,8 @@ from benchmark.controller_scale import SMALL, Size, held_bytes, measure, run
 
 
 def test_the_benchmark_reports_exactly_these_keys(tmp_path):
-    found = json.loads(json.dumps(measure(SMALL, controller_scale.PARTS, tmp_path)))
-    assert found.keys() == {
+    result = json.loads(json.dumps(measure(SMALL, controller_scale.PARTS, tmp_path)))
+    assert result.keys() == {
         "us_per_episode",
         "us_per_request",
         "us_per_1k_tokens",
@@ -20,12 +20,12 @@ def test_the_benchmark_reports_exactly_these_keys(tmp_path):
         "idle_loop_lag_max_ms",
         "longest_callback_ms",
     }
-    assert found["longest_callback_ms"] > 0
-    assert found["idle_loop_lag_max_ms"] > 0
+    assert result["longest_callback_ms"] > 0
+    assert result["idle_loop_lag_max_ms"] > 0
     for name in ("us_per_1k_tokens", "us_per_1k_tokens_alone", "core_share"):
-        assert found[name].keys() == {"native", "sglang", "vllm"}
-    assert found["us_per_episode"].keys() == {"2", "4"}
-    assert found["us_per_request"].keys() == {"least_loaded", "prefix_affinity"}
+        assert result[name].keys() == {"native", "sglang", "vllm"}
+    assert result["us_per_episode"].keys() == {"2", "4"}
+    assert result["us_per_request"].keys() == {"least_loaded", "prefix_affinity"}
 
 
 def test_tokens_in_flight_take_16_bytes_from_the_stream_to_the_ledger(tmp_path):

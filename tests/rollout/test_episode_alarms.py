@@ -91,8 +91,8 @@ async def test_an_alarm_ends_a_run_before_its_first_step(tmp_path):
     class Workflow(rollout_kit.ScriptedWorkflow):
         async def arun_episode(self, engine, data):
             group = await super().arun_episode(engine, data)
-            one = replace(group.trajectories[0], loss_mask=[0, 7, 1] if data["index"] % 2 else [0, 1, 1])
-            return replace(group, trajectories=[one])
+            subject = replace(group.trajectories[0], loss_mask=[0, 7, 1] if data["index"] % 2 else [0, 1, 1])
+            return replace(group, trajectories=[subject])
 
     alarms = AlarmsConfig(rules=[AlarmRuleConfig(name="invalid_numbers", action="stop")])
     config = replace(rollout_kit.make_config(batch_size=8, check_format=False), alarms=alarms)

@@ -40,9 +40,9 @@ class Policy(InferenceEngine):
         return await super().agenerate_group(requests)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
-        found = await self.agenerate(request)
-        yield TokenChunk([2], [-1.0], [found.output_versions[0] + self.estimate_error])
-        yield TokenChunk([3], [-1.0], [5], found)
+        result = await self.agenerate(request)
+        yield TokenChunk([2], [-1.0], [result.output_versions[0] + self.estimate_error])
+        yield TokenChunk([3], [-1.0], [5], result)
 
 
 def requests(names: Sequence[str]) -> list[GenerationRequest]:
@@ -57,34 +57,34 @@ async def test_old_answers_of_a_group_are_requested_again_if_a_trainer_may_recov
     await asyncio.sleep(0)
     assert policy.asked == []
     may_send.set()
-    found = await group
+    result = await group
     assert policy.asked == ["a", "b", "c", "a", "b"]
     assert policy.groups == [3, 2]
-    assert [one.request_id for one in found] == ["a", "b", "c"]
-    assert [one.output_versions[0] for one in found] == [5, 5, 5]
+    assert [item.request_id for item in result] == ["a", "b", "c"]
+    assert [item.output_versions[0] for item in result] == [5, 5, 5]
     assert len(counted) == 5
-    assert list(engine.answers) == [found[2], *found[:2]]
+    assert list(engine.answers) == [result[2], *result[:2]]
     assert (engine.replicas, engine.num_interruptions) == (["server-5"], 3)
 
 
 async def test_answers_of_an_older_policy_are_none_of_the_episode() -> None:
     counted = list[GenerationResponse]()
     engine = EpisodeEngine(Policy(old=""), counted.append, keep_answers=True, temperature=0.5)
-    own, other, streamed = requests("abc")
-    found = await engine.agenerate_group([own, replace(other, adapter="policy-v000001")])
-    assert [one.request_id for one in found] == ["a", "b"]
+    ours, other, streamed = requests("abc")
+    result = await engine.agenerate_group([ours, replace(other, adapter="policy-v000001")])
+    assert [item.request_id for item in result] == ["a", "b"]
     async with aclosing(engine.stream(replace(streamed, adapter="policy-v000001"))) as chunks:
         assert [chunk.token_ids async for chunk in chunks] == [[2], [3]]
     assert (engine.num_answers, engine.num_tokens, engine.num_interruptions) == (1, 2, 1)
-    assert engine.answers == found[:1]
-    assert [one.request_id for one in counted] == ["a"]
+    assert engine.answers == result[:1]
+    assert [item.request_id for item in counted] == ["a"]
 
 
 async def test_answers_of_a_group_keep_a_temperature_other_than_that_of_the_run() -> None:
     engine = EpisodeEngine(Policy(old="b"), lambda answer: None, temperature=0.5)
-    found = await engine.agenerate_group(requests("ab"))
-    assert [one.temperature for one in found] == [1.0, 1.0]
-    assert [one.output_versions[0] for one in found] == [5, 4]
+    result = await engine.agenerate_group(requests("ab"))
+    assert [item.temperature for item in result] == [1.0, 1.0]
+    assert [item.output_versions[0] for item in result] == [5, 4]
 
 
 async def test_a_stream_that_an_older_policy_begins_is_requested_again_before_it_is_seen() -> None:
@@ -92,10 +92,10 @@ async def test_a_stream_that_an_older_policy_begins_is_requested_again_before_it
     may_send.set()
     engine = EpisodeEngine(policy, counted.append, may_send=may_send, keep_answers=True, temperature=0.5)
     async with aclosing(engine.stream(requests("a")[0])) as chunks:
-        found = [chunk async for chunk in chunks]
+        result = [chunk async for chunk in chunks]
     assert policy.asked == ["a", "a"]
-    assert [(chunk.token_ids, chunk.versions) for chunk in found] == [([2], [5]), ([3], [5])]
-    assert [found[-1].response, found[-1].response.temperature] == [engine.answers[0], 1.0]  # pyright: ignore[reportOptionalMemberAccess]
+    assert [(chunk.token_ids, chunk.versions) for chunk in result] == [([2], [5]), ([3], [5])]
+    assert [result[-1].response, result[-1].response.temperature] == [engine.answers[0], 1.0]  # pyright: ignore[reportOptionalMemberAccess]
     assert (len(counted), engine.replicas) == (1, ["server-5"])
 
 
@@ -115,7 +115,7 @@ async def test_the_newest_answers_are_kept_for_a_reader() -> None:
     for count in range(1, MAX_KEPT_ANSWERS + 3):
         await engine.agenerate_group(requests([f"{count}"]))
         first = max(count - MAX_KEPT_ANSWERS, 0) + 1
-        assert [one.request_id for one in engine.answers] == [f"{name}" for name in range(first, count + 1)]
+        assert [item.request_id for item in engine.answers] == [f"{name}" for name in range(first, count + 1)]
     without = EpisodeEngine(Policy(old=""), lambda answer: None)
     await without.agenerate_group(requests("a"))
     assert without.answers == []

@@ -129,8 +129,8 @@ async def test_an_episode_with_a_bad_number_fails_and_none_is_in_a_batch():
         async def arun_episode(self, engine, data):
             group = await super().arun_episode(engine, data)
             wrong = {1: {"output_versions": [-1, 0, 7]}, 2: {"token_ids": [-5, 0, 1]}, 3: {"loss_mask": [0, 7, 1]}}
-            one = dataclasses.replace(group.trajectories[0], **wrong.get(data["index"] % 4, {}))
-            return dataclasses.replace(group, trajectories=[one])
+            subject = dataclasses.replace(group.trajectories[0], **wrong.get(data["index"] % 4, {}))
+            return dataclasses.replace(group, trajectories=[subject])
 
     ledger = rollout_kit.memory_ledger()
     config = rollout_kit.make_config(check_format=False)
@@ -299,7 +299,7 @@ def test_filter_rewards_are_one_finite_number_per_trajectory(values, code):
         assert error.value.code == f"workflow.{code}"
     else:
         seen = []
-        assert verdict_on(0, group, accept=lambda given: bool(seen.append(given.filter_rewards)), limits=LIMITS)
+        assert verdict_on(0, group, accept=lambda inputs: bool(seen.append(inputs.filter_rewards)), limits=LIMITS)
         assert seen == [values or [GOOD.reward] * 2]
 
 

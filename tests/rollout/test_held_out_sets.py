@@ -20,8 +20,8 @@ class Rewarded(rollout_kit.ScriptedWorkflow):
     async def arun_episode(self, engine, data):
         visit = self.seen.count(data["index"])
         group = await super().arun_episode(engine, data)
-        one = dataclasses.replace(group.trajectories[0], reward=REWARDS[data["index"]][visit % 4])
-        return dataclasses.replace(group, trajectories=[one])
+        subject = dataclasses.replace(group.trajectories[0], reward=REWARDS[data["index"]][visit % 4])
+        return dataclasses.replace(group, trajectories=[subject])
 
 
 async def test_metrics_of_several_answers_and_sets_by_hand():
@@ -35,12 +35,12 @@ async def test_metrics_of_several_answers_and_sets_by_hand():
     )
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=4, version=4)
-    found = await controller.evaluate(4, "sampled", timeout_s=200.0)
-    assert (found["num"], found["failed"], found["hard/num"]) == (8.0, 0.0, 8.0)
+    result = await controller.evaluate(4, "sampled", timeout_s=200.0)
+    assert (result["num"], result["failed"], result["hard/num"]) == (8.0, 0.0, 8.0)
     by_hand = {"reward": 0.5, "mean@4": 0.5, "pass@1": 0.5, "pass@2": (1 / 2 + 1) / 2, "pass@4": 1.0, "majority@4": 0.5}
-    assert {name: found[name] for name in by_hand} == pytest.approx(by_hand)
-    assert found["mean@4/stderr"] == found["reward/stderr"] == pytest.approx(0.25)  # values 1/4 and 3/4
-    assert (found["hard/reward"], found["hard/pass@1"], found["hard/majority@4"]) == (0.75, 0.5, 0.5)
+    assert {name: result[name] for name in by_hand} == pytest.approx(by_hand)
+    assert result["mean@4/stderr"] == result["reward/stderr"] == pytest.approx(0.25)  # values 1/4 and 3/4
+    assert (result["hard/reward"], result["hard/pass@1"], result["hard/majority@4"]) == (0.75, 0.5, 0.5)
     greedy = await controller.evaluate(4, "greedy", timeout_s=200.0)
     assert (greedy["num"], greedy["hard/num"]) == (2.0, 2.0)
     assert greedy["hard/reward/stderr"] == 0.25

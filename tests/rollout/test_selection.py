@@ -11,10 +11,10 @@ NAN = math.nan
 
 
 def selection(*outcomes: Outcome, size: int = 100) -> Selection:
-    found = Selection(size)
+    result = Selection(size)
     for episode_id, outcome in enumerate(outcomes):
-        found.ended(episode_id, outcome)
-    return found
+        result.ended(episode_id, outcome)
+    return result
 
 
 def test_what_is_trained_on_is_compared_with_all_that_ended():
@@ -50,16 +50,16 @@ def test_without_losses_there_is_nothing_to_say():
 
 
 def test_an_accepted_episode_that_becomes_stale_is_lost():
-    found = selection(Outcome(TRAINED, 1, 10, 1.0, ""), Outcome(TRAINED, 1, 30, 0.0, ""))
-    found.dropped(1, "stale")
-    found.dropped(7, "stale")  # it left the window
-    assert found.stats()["selection/lost/stale"] == 0.5
-    assert found.stats()["selection/length_ratio"] == 0.5
+    result = selection(Outcome(TRAINED, 1, 10, 1.0, ""), Outcome(TRAINED, 1, 30, 0.0, ""))
+    result.dropped(1, "stale")
+    result.dropped(7, "stale")  # it left the window
+    assert result.stats()["selection/lost/stale"] == 0.5
+    assert result.stats()["selection/length_ratio"] == 0.5
 
 
 def test_only_the_newest_episodes_count():
-    found = selection(*[Outcome("filter", 1, 1, 0.0, "")] * 5, *[Outcome(TRAINED, 1, 1, 0.0, "")] * 3, size=4)
-    assert found.stats()["selection/lost_frac"] == 0.25
+    result = selection(*[Outcome("filter", 1, 1, 0.0, "")] * 5, *[Outcome(TRAINED, 1, 1, 0.0, "")] * 3, size=4)
+    assert result.stats()["selection/lost_frac"] == 0.25
 
 
 def test_episodes_without_an_answer_have_no_length():
@@ -72,13 +72,13 @@ def test_what_servers_copied_is_counted_since_the_last_batch():
     counts = {"pulled_bytes": 0.0, "failed_deltas": 0.0}
     producer = ProducerStats(Selection(1), lambda: dict(counts))
 
-    def found() -> list[float | None]:
+    def counted() -> list[float | None]:
         stats = producer.since_last_batch(0.0, [])
         return [stats.get(name) for name in counts]
 
-    assert found() == [None, None]
+    assert counted() == [None, None]
     counts.update(pulled_bytes=70.0)
-    assert found() == [70, 0]
+    assert counted() == [70, 0]
     counts.update(pulled_bytes=90.0, failed_deltas=2.0)
-    assert found() == [20, 2]
-    assert found() == [0, 0]
+    assert counted() == [20, 2]
+    assert counted() == [0, 0]

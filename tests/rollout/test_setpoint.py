@@ -12,8 +12,8 @@ RULE = SetPoint(target=1.5, is_ess=False, batch_size=4, max_lead=3.0)
 
 
 def batch(step: int, **stats: float) -> BatchRecord:
-    found = {f"setpoint/{name}": value for name, value in stats.items()}
-    return BatchRecord(step=step, version=step, mask_before=0, episode_ids=(), payloads=(), stats=found)
+    result = {f"setpoint/{name}": value for name, value in stats.items()}
+    return BatchRecord(step=step, version=step, mask_before=0, episode_ids=(), payloads=(), stats=result)
 
 
 def state(count: int = 10, ess: float | None = None, **stats: float) -> LedgerState:
@@ -23,7 +23,7 @@ def state(count: int = 10, ess: float | None = None, **stats: float) -> LedgerSt
 
 def episodes(*ahead: int | None) -> list[AcceptedEpisode]:
     counts = TokenCounts(1, 1, 1, 1, 0.0, ((0, 1, 1),))
-    return [AcceptedEpisode(number, (0, 0, 0), 0, 1, {}, counts, one) for number, one in enumerate(ahead)]
+    return [AcceptedEpisode(number, (0, 0, 0), 0, 1, {}, counts, item) for number, item in enumerate(ahead)]
 
 
 AT_TWO = episodes(6, 8, 8, 10)
@@ -31,9 +31,9 @@ AT_TWO = episodes(6, 8, 8, 10)
 
 
 def test_the_lead_moves_to_what_would_have_given_the_target():
-    found = RULE.stats(state(lead=2.0), AT_TWO, 1.0)
+    result = RULE.stats(state(lead=2.0), AT_TWO, 1.0)
     # A lead of 2 gave 1, so 3 gives 1.5; the mean of the reciprocals is 0.7 / 2 + 0.3 / 3 = 0.45.
-    assert found == {
+    assert result == {
         "setpoint/target": 1.5,
         "setpoint/value": 1.0,
         "setpoint/error": -0.5,
@@ -85,10 +85,10 @@ def test_a_run_begins_at_its_target_and_continues_one_without_a_set_point_at_the
 def test_the_effective_sample_size_is_that_of_the_batch_before():
     rule = replace(RULE, is_ess=True, target=0.8)
     known = state(ess=0.8 ** (1.5**1.5), lead=2.0, used_lead=1.5)
-    found = rule.stats(known, AT_TWO, 1.0)
+    result = rule.stats(known, AT_TWO, 1.0)
     # -log ess is 1.5^1.5 times that of the target, and (1 / 1.5^1.5)^(2/3) = 1 / 1.5: a lead of 1 in place of 1.5.
-    assert found["setpoint/lead"] == pytest.approx(1 / (0.7 / 2 + 0.3))
-    assert found["setpoint/error"] == pytest.approx(0.8 ** (1.5**1.5) - 0.8)
+    assert result["setpoint/lead"] == pytest.approx(1 / (0.7 / 2 + 0.3))
+    assert result["setpoint/error"] == pytest.approx(0.8 ** (1.5**1.5) - 0.8)
     unknown = rule.stats(state(lead=2.0), AT_TWO, 1.0)
     assert unknown == {"setpoint/target": 0.8, "setpoint/used_lead": 2.0, "setpoint/lead": 2.0}
 

@@ -79,8 +79,8 @@ def test_shares_count_shared_tokens_once_where_trees_are_trained():
     groups = [[*map(trajectory, rows[number])] for number in range(3)]
     groups[2][0] = dataclasses.replace(groups[2][0], columns={hint: [0] * 410})
     payloads = [encode_episode(i, TrajectoryGroup(trajectories=group)).payload for i, group in enumerate(groups)]
-    found = [[sorted({*share.group_index.tolist()}) for share in shares_of(payloads, 2, by_tree=b)] for b in (0, 1)]
-    assert found == [[[0], [1, 2]], [[0, 2], [1]]]
+    result = [[sorted({*share.group_index.tolist()}) for share in shares_of(payloads, 2, by_tree=b)] for b in (0, 1)]
+    assert result == [[[0], [1, 2]], [[0, 2], [1]]]
 
 
 def test_a_damaged_length_is_no_row(tmp_path):
@@ -102,17 +102,17 @@ def test_episodes_with_different_columns_share_a_batch():
     other = with_columns({reward_part("c"): 4.0, BASELINE: 0.25, hint: [1, 2, 3]})
     groups = [[GOOD], scored, [other, GOOD]]
     payloads = [encode_episode(i, TrajectoryGroup(trajectories=group)).payload for i, group in enumerate(groups)]
-    for found in shares_of(payloads, dp_size=2):
-        assert list(reward_parts(found.table.columns)) == ["a", "b", "c"]
+    for actual in shares_of(payloads, dp_size=2):
+        assert list(reward_parts(actual.table.columns)) == ["a", "b", "c"]
         rows = {0: "[[nan, nan, nan, nan]]", 1: "[[1.0, 0.5, nan, nan], [0.0, -2.0, nan, nan]]"}
         rows[2] = "[[nan, nan, 4.0, 0.25], [nan, nan, nan, nan]]"
         names = [reward_part("a"), reward_part("b"), reward_part("c"), BASELINE]
-        table = np.stack([found.table.columns[spec] for spec in names], 1)
-        hints = found.table.columns[hint].reshape(-1, 3)
-        for group in set(found.group_index.tolist()):
-            assert str(table[found.group_index == group].tolist()) == rows[group]
+        table = np.stack([actual.table.columns[spec] for spec in names], 1)
+        hints = actual.table.columns[hint].reshape(-1, 3)
+        for group in set(actual.group_index.tolist()):
+            assert str(table[actual.group_index == group].tolist()) == rows[group]
             expected = [[1, 2, 3], [7, 7, 7]] if group == 2 else [[7, 7, 7]] * len(groups[group])
-            assert hints[found.group_index == group].tolist() == expected
+            assert hints[actual.group_index == group].tolist() == expected
     (plain,) = shares_of(payloads[:1])
     assert not plain.table.columns
 
@@ -187,21 +187,21 @@ def test_statistics_by_blocks_are_those_of_the_whole():
         return AcceptedEpisode(number, (0, 0, 0), 0, draw.randint(5, 60), stats, counts)
 
     episodes = [episode(number) for number in range(40)]
-    found = []
+    result = []
     for block in (40, 7):
         sums = BatchSums()
         for start in range(0, 40, block):
             part = episodes[start : start + block]
-            sums.add(part, [one.counts for one in part])
-        found.append(sums.stats(version=9, mask_before=3, max_staleness=4))
+            sums.add(part, [item.counts for item in part])
+        result.append(sums.stats(version=9, mask_before=3, max_staleness=4))
         assert sums.episodes == episodes
-    whole, blocks = found
+    whole, blocks = result
     assert blocks == pytest.approx(whole)
-    assert whole["episode/a"] == pytest.approx(np.mean([one.stats["a"] for one in episodes if "a" in one.stats]))
-    counts = [one.counts for one in episodes]
-    assert whole["trained_tokens"] == sum(row[2] for one in counts for row in one.by_version if row[0] >= 3)
+    assert whole["episode/a"] == pytest.approx(np.mean([item.stats["a"] for item in episodes if "a" in item.stats]))
+    counts = [item.counts for item in episodes]
+    assert whole["trained_tokens"] == sum(row[2] for count in counts for row in count.by_version if row[0] >= 3)
     assert whole["reward"] == pytest.approx(
-        sum(one.reward * one.num_sessions for one in counts) / sum(one.num_sessions for one in counts)
+        sum(count.reward * count.num_sessions for count in counts) / sum(count.num_sessions for count in counts)
     )
 
 
@@ -246,7 +246,7 @@ async def test_a_partition_is_computed_once_and_by_the_loop_in_turns(monkeypatch
     await controller.attach(rank=0, world_size=4, dp_size=4, step=0, version=0)
     record = await controller.next_batch(0, timeout_s=100.0)
     counting = asyncio.create_task(count_turns())
-    found = await asyncio.gather(*[controller.batches.part(record, rank, 4) for rank in range(4)])
+    result = await asyncio.gather(*[controller.batches.part(record, rank, 4) for rank in range(4)])
     counting.cancel()
     assert len(merges) == 5, "9 merges of 10 episodes, two in each turn"
     assert all(after - before > 1 for (before, *_), (after, *_) in itertools.pairwise(merges)), "others run in between"
@@ -254,7 +254,7 @@ async def test_a_partition_is_computed_once_and_by_the_loop_in_turns(monkeypatch
     payloads = [
         controller.batches._ledger.payload(*place) for place in zip(record.episode_ids, record.payloads, strict=True)
     ]
-    assert found == share_parts([payload_head(payload) for payload in payloads], 4)
+    assert result == share_parts([payload_head(payload) for payload in payloads], 4)
     controller.finish()
     await controller.close()
 

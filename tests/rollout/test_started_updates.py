@@ -122,7 +122,7 @@ def test_a_restarted_controller_does_not_bring_back_the_version_before_an_update
         await second.consumed(1, 2)
         assert await second.weights.publish(update, timeout_s=1e6)
         await asyncio.sleep(1.0)  # an episode of version 2 has sent its second request
-        assert [one.version for one in fleet.updates if one.version < 2] == []
+        assert [item.version for item in fleet.updates if item.version < 2] == []
         assert fleet.version == second.state.version == 2
         record = await second.next_batch(2, timeout_s=1e6)
         assert record.stats["staleness_max"] == 0

@@ -39,12 +39,12 @@ def make_slots(model: Path, *, mesh: TrainerMesh | None = None) -> AdapterSlots:
 def random_data(seed: int, lengths: list[int], names: tuple[str, ...] = ("logprobs", "advantages")) -> list[Datum]:
     """Data whose targets are not the next tokens."""
     draw = np.random.default_rng(seed)
-    found = []
+    result = []
     for length in lengths:
         inputs = {"target_tokens": draw.integers(0, len(TOKENS), length)}
         for name in names:
             inputs[name] = draw.normal(size=length).astype(np.float32)
         if "logprobs" in inputs:
             inputs["logprobs"] = -np.abs(inputs["logprobs"])
-        found.append(Datum(tokens=draw.integers(0, len(TOKENS), length), inputs=inputs))
-    return found
+        result.append(Datum(tokens=draw.integers(0, len(TOKENS), length), inputs=inputs))
+    return result

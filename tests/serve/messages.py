@@ -28,13 +28,13 @@ def encode_loss_request(request: LossRequest, model_id: str = "m", seq_id: int =
 
 def decode_loss_output(data: bytes) -> tuple[list[np.ndarray], dict[str, float]]:
     """Log-probabilities of each datum and metrics, from a ForwardBackwardOutput."""
-    message, found = parsed_message("ForwardBackwardOutput", data), list[np.ndarray]()
+    message, result = parsed_message("ForwardBackwardOutput", data), list[np.ndarray]()
     for record in message.loss_fn_outputs:
         tensor = next(entry.value for entry in record.fields if entry.key == "logprobs")
         ends = np.frombuffer(tensor.offsets, "<i8") // 4
         flat, trailing = np.frombuffer(tensor.data, "<f4"), tuple(tensor.trailing_shape)
-        found += [flat[low:high].reshape(-1, *trailing) for low, high in itertools.pairwise(ends)]
-    return found, {entry.key: entry.value for entry in message.metrics}
+        result += [flat[low:high].reshape(-1, *trailing) for low, high in itertools.pairwise(ends)]
+    return result, {entry.key: entry.value for entry in message.metrics}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class Answer:
 def decode_sample(data: bytes) -> list[Answer]:
     """The answers of a SampleResponse."""
     return [
-        Answer(_values(one.tokens, "<i4"), _values(one.logprobs, "<f4"), one.stop_reason == 1)
-        for one in parsed_message("SampleResponse", data).sequences
+        Answer(_values(sequence.tokens, "<i4"), _values(sequence.logprobs, "<f4"), sequence.stop_reason == 1)
+        for sequence in parsed_message("SampleResponse", data).sequences
     ]
 
 

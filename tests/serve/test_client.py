@@ -42,19 +42,19 @@ def test_a_function_as_loss_has_its_own_gradients(client):
     first, second = client.policy(rank=4, seed=2), client.policy(rank=4, seed=2)
     data = [datum(row, logprobs=-1.0, advantages=0.5) for row in rows(2)]
 
-    def loss(logprobs, given):
-        return -sum((0.5 * (one + 1).exp()).sum() for one in logprobs)
+    def loss(logprobs, inputs):
+        return -sum((0.5 * (logprob + 1).exp()).sum() for logprob in logprobs)
 
     for _ in range(3):
-        found = second.forward_backward(data, loss).loss
-        assert first.forward_backward(data, "importance_sampling").loss == pytest.approx(found, rel=1e-5)
+        result = second.forward_backward(data, loss).loss
+        assert first.forward_backward(data, "importance_sampling").loss == pytest.approx(result, rel=1e-5)
         first.optim_step(lr=0.01)
         second.optim_step(lr=0.01)
     pairs = zip(first.forward(data).logprobs, second.forward(data).logprobs, strict=True)
-    assert max(np.abs(one - other).max() for one, other in pairs) < 1e-4
+    assert max(np.abs(item - other).max() for item, other in pairs) < 1e-4
 
-    def contrast(logprobs, given):  # of pairs, as in DPO
-        sums = torch.stack([one.sum() for one in logprobs])
+    def contrast(logprobs, passed):  # of pairs, as in DPO
+        sums = torch.stack([each.sum() for each in logprobs])
         return -torch.nn.functional.logsigmoid(sums[0] - sums[1])
 
     before = second.forward_backward(data[:2], contrast).loss
@@ -76,7 +76,7 @@ def test_policies_share_the_model_and_nothing_else(client):
             left.sample_async(prompts, 2, max_tokens=4, seed=1), right.sample_async(prompts, 2, max_tokens=4, seed=1)
         )
 
-    alone = [one.sample(prompts, 2, max_tokens=4, seed=1) for one in (left, right)]
+    alone = [item.sample(prompts, 2, max_tokens=4, seed=1) for item in (left, right)]
     assert asyncio.run(both()) == alone
     assert alone[0] != alone[1]
 
@@ -111,9 +111,9 @@ def test_a_saved_policy_continues(client, tmp_path):
     policy.save(tmp_path / "one")
     other = client.policy(rank=4)
     other.load(tmp_path / "one")
-    for one in (policy, other):
-        one.forward_backward(data, "cross_entropy")
-        one.optim_step(lr=0.02)
+    for item in (policy, other):
+        item.forward_backward(data, "cross_entropy")
+        item.optim_step(lr=0.02)
     assert other.forward(data).logprobs[0].tolist() == policy.forward(data).logprobs[0].tolist()
     with raises_code("adapter.not_readable", "save()"):
         policy.load(tmp_path / "two")

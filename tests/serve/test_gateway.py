@@ -85,9 +85,9 @@ class Api:
             return answer.status, (data if answer.content_type == PROTOBUF else json.loads(data or b"null"))
 
     async def ok(self, path, body=None, **options):
-        status, found = await self.call(path, body, **options)
-        assert status in (200, 204), (path, status, found)
-        return found
+        status, result = await self.call(path, body, **options)
+        assert status in (200, 204), (path, status, result)
+        return result
 
     async def new_model(self, number=0, **lora):
         session = (await self.ok("create_session", {}))["session_id"]
@@ -179,7 +179,7 @@ async def test_a_client_trains_saves_samples_and_loads(tmp_path, slots):
         body = {"session_id": model.partition(":")[0], "model_seq_id": 5, "path": path, "optimizer": True}
         loaded = (await api.result((await api.ok("load_weights", body))["request_id"]))["model_id"]
         results = [
-            await api.result(await api.loss(one, seq, forward_only=True)) for one, seq in ((model, 4), (loaded, 1))
+            await api.result(await api.loss(item, seq, forward_only=True)) for item, seq in ((model, 4), (loaded, 1))
         ]
         assert results[0] == results[1]
         body = {"session_id": model.partition(":")[0], "sampling_session_seq_id": 1, "model_path": path}
@@ -189,7 +189,7 @@ async def test_a_client_trains_saves_samples_and_loads(tmp_path, slots):
         asked = await api.ok("asample", body | {"sampling_params": {"max_tokens": 9, "stop": [3]}})
         assert len(asked["sample_sequence_ids"]) == 2
         answers = decode_sample(await api.result(asked["request_id"]))
-        assert [(one.token_ids, one.is_cut) for one in answers] == [([5, 5, 5], True)] * 2
+        assert [(answer.token_ids, answer.is_cut) for answer in answers] == [([5, 5, 5], True)] * 2
         request = fleet.requests[0]
         assert request.adapter == fleet.loaded[0]
         assert request.raw_logprobs
@@ -207,14 +207,14 @@ async def test_objects_of_another_key_do_not_exist(tmp_path, slots):
         path = (await api.result(saved["request_id"]))["path"]
         sampler = {"session_id": session, "sampling_session_seq_id": 1, "model_path": path}
         name = (await api.ok("create_sampling_session", sampler))["sampling_session_id"]
-        own = (await other.ok("create_session", {}))["session_id"]
+        ours = (await other.ok("create_session", {}))["session_id"]
         prompt = {"chunks": [{"tokens": [4]}]}
         refused = [
             ("get_info", {"model_id": model}), ("retrieve_future", saved),
             ("create_model", {"session_id": session, "model_seq_id": 9, "base_model": "tiny"}),
             ("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}}),
-            ("create_sampling_session", {"session_id": own, "sampling_session_seq_id": 1, "model_path": path}),
-            ("load_weights", {"session_id": own, "model_seq_id": 1, "path": path, "optimizer": False}),
+            ("create_sampling_session", {"session_id": ours, "sampling_session_seq_id": 1, "model_path": path}),
+            ("load_weights", {"session_id": ours, "model_seq_id": 1, "path": path, "optimizer": False}),
             ("weights_info", {"tinker_path": path}),
             ("asample", {"sampling_session_id": name, "seq_id": 1, "prompt": prompt}),
             ("session_heartbeat", {"session_id": session}),
@@ -229,7 +229,7 @@ async def test_objects_of_another_key_do_not_exist(tmp_path, slots):
         assert (await other.ok("weights_info", {"tinker_path": path}))["lora_rank"] == 4
         await api.ok(checkpoint, method="DELETE")
         assert (await api.call("weights_info", {"tinker_path": path}))[0] == 404
-        assert [one["path"] for one in (await api.ok("checkpoints", method="GET"))["checkpoints"]] == []
+        assert [item["path"] for item in (await api.ok("checkpoints", method="GET"))["checkpoints"]] == []
 
 
 @pytest.mark.parametrize("key", ["", "tml-none", "tml-an", "ä"])
@@ -257,9 +257,9 @@ async def test_a_wrong_request_uses_its_number_and_fails(tmp_path, slots):
         ]
         for seq, (path, fields, text) in enumerate(wrong, start=1):
             asked = await api.ok(path, {"model_id": model, "seq_id": seq} | fields)
-            found = await api.result(asked["request_id"])
-            assert text in found["error"]
-            assert found["category"] == "user"
+            actual = await api.result(asked["request_id"])
+            assert text in actual["error"]
+            assert actual["category"] == "user"
         request = await api.loss(model, 5, loss_fn="stable_reinforce")
         assert "loss_fn=cispo" in (await api.result(request))["error"]
         step = await api.ok("optim_step", {"model_id": model, "seq_id": 6, "adam_params": {}})
@@ -296,8 +296,8 @@ async def test_a_result_that_is_not_kept_is_a_clear_error(tmp_path, slots):
         step = {"model_id": model, "seq_id": 1, "adam_params": {}}
         asked = await api.ok("optim_step", step)
         await api.result(asked["request_id"])
-        found = service.tenants.models[model]
-        del found.operations[1]
+        actual = service.tenants.models[model]
+        del actual.operations[1]
         answer = await api.result(asked["request_id"])
         assert answer == {"error": f"request 1 of {model} was computed once, long before request 2: its result is not "
                           "kept any more, use the next seq_id", "category": "user"}  # fmt: skip
@@ -324,12 +324,12 @@ async def test_a_result_is_waited_for_and_then_asked_again(tmp_path):
         body = {"sampling_session_id": sampler, "seq_id": 3, "prompt": {"chunks": [{"tokens": [7]}]}}
         asked = await api.ok("asample", body)
         assert await api.ok("asample", body) == asked  # once
-        status, found = await api.call("retrieve_future", asked)
-        assert (status, found["type"]) == (408, "try_again")
+        status, result = await api.call("retrieve_future", asked)
+        assert (status, result["type"]) == (408, "try_again")
         fleet.may_answer.set()
-        while (found := await api.call("retrieve_future", asked))[0] == 408:
+        while (result := await api.call("retrieve_future", asked))[0] == 408:
             pass
-        assert decode_sample(found[1])[0].token_ids == [7, 7, 7]
+        assert decode_sample(result[1])[0].token_ids == [7, 7, 7]
         assert len(fleet.requests) == 1
         assert (await api.call("retrieve_future", {"request_id": f"{sampler}:99"}))[0] == 410
 
@@ -366,21 +366,21 @@ async def test_a_client_waits_for_all_samples_in_one_request(tmp_path):
             await api.ok("asample", {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt_of(7)})
         wrong = await api.ok("asample", {"sampling_session_id": sampler, "seq_id": 2, "prompt": prompt_of(*[7] * 64)})
         poll = {"target": {"sampling_session_id": sampler}, "prev_cursor": 0}
-        found = await api.ok("retrieve_futures", poll)
-        assert found["completions"] == [
+        actual = await api.ok("retrieve_futures", poll)
+        assert actual["completions"] == [
             {"state": "failed", "request_id": wrong["request_id"], "response_payload_uncompressed_size": None}
         ]
-        waiting = asyncio.create_task(api.ok("retrieve_futures", poll | {"prev_cursor": found["cursor"]}))
+        waiting = asyncio.create_task(api.ok("retrieve_futures", poll | {"prev_cursor": actual["cursor"]}))
         fleet.may_answer.set()
-        found = await waiting
-        names = [one["request_id"] for one in found["completions"]]
+        actual = await waiting
+        names = [completion["request_id"] for completion in actual["completions"]]
         if len(names) == 1:
-            found = await api.ok("retrieve_futures", poll | {"prev_cursor": found["cursor"]})
-            names += [one["request_id"] for one in found["completions"]]
+            actual = await api.ok("retrieve_futures", poll | {"prev_cursor": actual["cursor"]})
+            names += [completion["request_id"] for completion in actual["completions"]]
         assert names == [f"{sampler}:0", f"{sampler}:1"]
-        (size,) = {one["response_payload_uncompressed_size"] for one in found["completions"]}
+        (size,) = {completion["response_payload_uncompressed_size"] for completion in actual["completions"]}
         assert size == len(await api.result(names[0]))
-        last = poll | {"prev_cursor": found["cursor"], "timeout": 0, "retrieved_request_ids": names[:1]}
+        last = poll | {"prev_cursor": actual["cursor"], "timeout": 0, "retrieved_request_ids": names[:1]}
         assert (await api.ok("retrieve_futures", last))["completions"] == []
         assert (await api.call("retrieve_future", {"request_id": names[0]}))[0] == 410
         assert (await api.call("retrieve_future", {"request_id": names[1]}))[0] == 200
@@ -391,8 +391,8 @@ async def test_a_clone_without_samples_has_no_queue(tmp_path):
     async with opened(tmp_path) as (api, _, _, service, _):
         sampler = await base_sampler(api)
         poll = {"target": {"sampling_session_id": sampler, "cloned_sampler_id": 3}, "prev_cursor": 0}
-        found = await api.ok("retrieve_futures", poll | {"timeout": 0})
-        assert found == {"completions": [], "cursor": 0}
+        result = await api.ok("retrieve_futures", poll | {"timeout": 0})
+        assert result == {"completions": [], "cursor": 0}
         assert api.gateway._sampling._queues == {}
         waits, wait = asyncio.Event(), service.wait
 
@@ -405,8 +405,8 @@ async def test_a_clone_without_samples_has_no_queue(tmp_path):
         await waits.wait()
         await api.ok("asample", {"sampling_session_id": sampler, "seq_id": 3 * 10**9, "prompt": prompt_of(7)})
         assert (await waiting)["completions"] == []  # it asks again at once
-        (one,) = (await api.ok("retrieve_futures", poll))["completions"]
-        assert one["request_id"] == f"{sampler}:{3 * 10**9}"
+        (first,) = (await api.ok("retrieve_futures", poll))["completions"]
+        assert first["request_id"] == f"{sampler}:{3 * 10**9}"
 
 
 async def test_a_client_learns_which_samples_an_earlier_gateway_has_lost(tmp_path):
@@ -419,12 +419,12 @@ async def test_a_client_learns_which_samples_an_earlier_gateway_has_lost(tmp_pat
         cursor = (await api.ok("retrieve_futures", poll))["cursor"]
     async with opened(tmp_path) as (api, *_):
         await api.ok("asample", {"sampling_session_id": sampler, "seq_id": 2, "prompt": prompt_of(7)})
-        found = await api.ok("retrieve_futures", poll | {"prev_cursor": cursor, "timeout": 5})
-        failed = {one["request_id"] for one in found["completions"] if one["state"] == "failed"}
+        result = await api.ok("retrieve_futures", poll | {"prev_cursor": cursor, "timeout": 5})
+        failed = {completion["request_id"] for completion in result["completions"] if completion["state"] == "failed"}
         assert failed == {f"{sampler}:{seq}" for seq in range(SAMPLES_AHEAD) if seq != 2}
         assert (await api.call("retrieve_future", {"request_id": f"{sampler}:0"}))[0] == 410
-        found = await api.ok("retrieve_futures", poll | {"prev_cursor": found["cursor"]})
-        assert all(one["state"] == "finished" for one in found["completions"])
+        result = await api.ok("retrieve_futures", poll | {"prev_cursor": result["cursor"]})
+        assert all(completion["state"] == "finished" for completion in result["completions"])
 
 
 async def test_the_likeliest_tokens_of_an_answer(tmp_path):
@@ -474,18 +474,18 @@ async def test_inflight_samplers_follow_later_saves(tmp_path, slots):
         samplers = []
         for seq in (1, 2, 3):
             body = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq, "kind": "inflight"}
-            found = await api.result((await api.ok("save_weights_for_sampler", body))["request_id"])
-            samplers.append(found["sampling_session_id"])
+            actual = await api.result((await api.ok("save_weights_for_sampler", body))["request_id"])
+            samplers.append(actual["sampling_session_id"])
             for sampler in samplers:
                 body = {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt_of(7)}
                 await api.result((await api.ok("asample", body))["request_id"])
-        names = [one.adapter for one in fleet.requests]
+        names = [request.adapter for request in fleet.requests]
         assert [len(set(part)) for part in (names, names[1:3], names[3:])] == [3, 1, 1]
         assert len(fleet.loaded) == 2  # the first left the servers after the third save
         body = {"model_id": model, "seq_id": 4, "sampling_session_seq_id": 4, "kind": "inflight"}
         await api.result((await api.ok("save_weights_for_sampler", body))["request_id"])
         saves = (tmp_path / "sampler_weights" / model.replace(":", "-") / ".inflight").iterdir()
-        assert sorted(one.name for one in saves) == ["00000002", "00000003", "00000004"]
+        assert sorted(save.name for save in saves) == ["00000002", "00000003", "00000004"]
 
 
 async def test_inflight_weights_stay_while_a_sample_waits_for_them(tmp_path, slots):
@@ -503,11 +503,11 @@ async def test_inflight_weights_stay_while_a_sample_waits_for_them(tmp_path, slo
         for seq in (2, 3, 4):
             await save(seq)
         saves = tmp_path / "sampler_weights" / model.replace(":", "-") / ".inflight"
-        assert sorted(one.name for one in saves.iterdir()) == ["00000001", "00000003", "00000004"]
+        assert sorted(item.name for item in saves.iterdir()) == ["00000001", "00000003", "00000004"]
         api.gateway._sampling.has_started.set()
         assert decode_sample(await api.result(asked["request_id"]))[0].token_ids == [7, 7, 7]
         await save(5)  # a server that starts again loads what the others have
-        assert sorted(one.name for one in saves.iterdir()) == ["00000001", "00000004", "00000005"]
+        assert sorted(item.name for item in saves.iterdir()) == ["00000001", "00000004", "00000005"]
         assert len(fleet.loaded) == 1
         for turn in pool._begun:  # all leave the servers
             turn.is_leaving = True
@@ -515,15 +515,15 @@ async def test_inflight_weights_stay_while_a_sample_waits_for_them(tmp_path, slo
         while pool._begun:
             await asyncio.sleep(0)
         await save(6)
-        assert sorted(one.name for one in saves.iterdir()) == ["00000005", "00000006"]
+        assert sorted(item.name for item in saves.iterdir()) == ["00000005", "00000006"]
 
 
 async def test_external_weights_are_downloaded(tmp_path, slots):
     async with opened(tmp_path) as (api, other, _, _, address), trainer(slots, tmp_path, address):
         model = await api.new_model()
         body = {"model_id": model, "seq_id": 1, "path": "one"}
-        found = await api.result((await api.ok("save_weights_external", body))["request_id"])
-        assert found == {"path": f"tinker://{model}/external_weights/one"}
+        actual = await api.result((await api.ok("save_weights_external", body))["request_id"])
+        assert actual == {"path": f"tinker://{model}/external_weights/one"}
         where = f"training_runs/{model}/checkpoints/external_weights/one/external_weights_urls"
         urls = (await api.ok(where, method="GET"))["urls"]
         assert urls.keys() == {"adapter_config.json", "adapter_model.safetensors"}
@@ -536,8 +536,8 @@ async def test_external_weights_are_downloaded(tmp_path, slots):
                     assert answer.status == 404
         assert (await other.call(where, method="GET"))[0] == 404
         body |= {"seq_id": 2, "path": "two", "age_encryption_recipients": ["age1"]}
-        found = await api.result((await api.ok("save_weights_external", body))["request_id"])
-        assert "not encrypted" in found["error"]
+        actual = await api.result((await api.ok("save_weights_external", body))["request_id"])
+        assert "not encrypted" in actual["error"]
 
 
 def test_optional_fields_may_be_null():
@@ -554,12 +554,12 @@ async def test_unused_adapters_leave_the_servers(tmp_path, slots):
         model = await api.new_model()
         for seq in range(1, 5):
             body = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq}
-            found = await api.result((await api.ok("save_weights_for_sampler", body))["request_id"])
+            actual = await api.result((await api.ok("save_weights_for_sampler", body))["request_id"])
             prompt = {"chunks": [{"tokens": [7]}]}
-            asked = await api.ok("asample", {**found, "seq_id": 0, "prompt": prompt})
+            asked = await api.ok("asample", {**actual, "seq_id": 0, "prompt": prompt})
             await api.result(asked["request_id"])
         assert len(fleet.loaded) == 2
-        assert len({one.adapter for one in fleet.requests}) == 4
+        assert len({request.adapter for request in fleet.requests}) == 4
 
 
 async def test_a_new_adapter_has_its_turn_while_others_are_always_in_use():

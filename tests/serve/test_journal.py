@@ -54,8 +54,8 @@ async def trained(service, count, *, first=1, trainer=None):
 def content(tenants):
     """Everything that a journal makes, once all results are read."""
     for model in tenants.models.values():
-        for one in model.operations.values():
-            one.is_read = True
+        for operation in model.operations.values():
+            operation.is_read = True
     return json.loads(json.dumps(tenants.shortened(), sort_keys=True))
 
 
@@ -71,13 +71,15 @@ async def test_a_cut_keeps_the_state_and_a_start_reads_little(tmp_path):
     async with opened(tmp_path) as service:
         model = await model_of(service)
         await trained(service, count)
-        found = service.tenants.models[model]
-        assert found.num_done == count + 1
-        assert found.num_steps == count // 2
+        actual = service.tenants.models[model]
+        assert actual.num_done == count + 1
+        assert actual.num_steps == count // 2
         expected = content(service.tenants)
         kept = results(service)
     assert len(kept) < 3 * MAX_KEPT
-    size = sum(events_path(tmp_path / "journal", one).stat().st_size for one in event_numbers(tmp_path / "journal"))
+    size = sum(
+        events_path(tmp_path / "journal", number).stat().st_size for number in event_numbers(tmp_path / "journal")
+    )
     assert size < 500 * (CUT_EVENTS + 4 * MAX_KEPT + 4 * MAX_REPLAYED)
     assert content(start(tmp_path)) == expected
     facts, violations = audit_service(tmp_path)
@@ -87,7 +89,7 @@ async def test_a_cut_keeps_the_state_and_a_start_reads_little(tmp_path):
         "optimiser_steps": count // 2,
     }  # fmt: skip
     async with opened(tmp_path) as service:
-        assert {seq: one for seq, one in results(service).items() if seq in kept} == kept
+        assert {seq: item for seq, item in results(service).items() if seq in kept} == kept
         again = SavingTrainer(service, run_id=1)
         await service.accept(model, count + 1, "loss", {"forward_only": True}, b"x")
         assert (await again.all())[:2] == ["reset", f"0restore{service.tenants.models[model].snapshot}"]
@@ -140,16 +142,16 @@ class FileOperations:
         for name in ("write", "fsync", "unlink", "open"):
             monkeypatch.setattr(os, name, partial(self._call, name, getattr(os, name)))
 
-    def _call(self, name, real, *given, **options):
-        if name == "open" and not given[1] & os.O_CREAT:
-            return real(*given, **options)
+    def _call(self, name, real, *inputs, **options):
+        if name == "open" and not inputs[1] & os.O_CREAT:
+            return real(*inputs, **options)
         if len(self.done) == self._last:
             if name == "write" and self._is_torn:
-                real(given[0], bytes(given[1])[: len(given[1]) // 2])
+                real(inputs[0], bytes(inputs[1])[: len(inputs[1]) // 2])
             raise Stopped
-        what = os.readlink(f"/proc/self/fd/{given[0]}") if name in ("write", "fsync") else str(given[0])
+        what = os.readlink(f"/proc/self/fd/{inputs[0]}") if name in ("write", "fsync") else str(inputs[0])
         self.done.append((name, os.path.basename(what)))
-        return real(*given, **options)
+        return real(*inputs, **options)
 
 
 def cut(service):
@@ -167,8 +169,8 @@ async def cut_of(folder, monkeypatch, last=None, *, is_torn=False):
         trainer = await trained(service, 2 * MAX_REPLAYED + 3)
     async with opened(folder) as service:
         model = service.tenants.models["s:train:0"]
-        for one in model.operations.values():
-            one.is_read = True
+        for operation in model.operations.values():
+            operation.is_read = True
         await service.accept("s:train:0", 2 * MAX_REPLAYED + 4, "loss", {"forward_only": False}, b"waits")
         expected = content(service.tenants)
         with monkeypatch.context() as patch:
@@ -191,7 +193,7 @@ def test_the_new_files_are_durable_before_the_old_ones_are_removed(number_of_ope
     first_removed = next(place for place, (name, _) in enumerate(done) if name == "unlink")
     before = done[:first_removed]
     assert [name for name, what in before if what == "events-000003.jsonl"] == ["open", "write", "fsync"]
-    made = [place for place, one in enumerate(before) if one[0] == "open"]
+    made = [place for place, item in enumerate(before) if item[0] == "open"]
     assert all(("fsync", "journal") in before[place:] for place in made)
     removed = [f"{kind}-00000{number}" for kind in ("events", "payload") for number in (1, 2)]
     assert [what.partition(".")[0] for name, what in done if name == "unlink"] == removed
@@ -214,18 +216,18 @@ async def test_a_kill_at_any_point_of_a_cut_leaves_a_valid_journal(
         assert facts["requests"] == 2 * MAX_REPLAYED + 5
         assert facts["waiting"] == 1
         assert facts["optimiser_steps"] == MAX_REPLAYED + 1
-        found = start(folder)
-        assert found.models[model.id].num_done == model.num_done
+        actual = start(folder)
+        assert actual.models[model.id].num_done == model.num_done
         number = 2 * MAX_REPLAYED + 4
-        assert found.models[model.id].operations[number].digest == model.operations[number].digest
+        assert actual.models[model.id].operations[number].digest == model.operations[number].digest
         if ("write", "events-000003.jsonl") not in done or is_torn:
-            assert content(found) == expected
+            assert content(actual) == expected
         async with opened(folder) as service:  # it continues
             trainer = SavingTrainer(service, run_id=5)
             await service.accept(model.id, number + 1, "step", {"settings": {}})
             assert (await trainer.all())[-2:] == [f"0loss{number}", f"0step{number + 1}"]
         numbers = event_numbers(folder / "journal")
-        assert all(one in numbers for one in segment_numbers(folder / "journal") if one >= numbers[0])
+        assert all(item in numbers for item in segment_numbers(folder / "journal") if item >= numbers[0])
 
 
 async def test_the_audit_finds_changes_of_a_cut_journal(tmp_path, monkeypatch):
@@ -257,14 +259,14 @@ async def test_an_audit_during_a_cut_begins_again(tmp_path, monkeypatch, moment)
         real, cuts, is_cutting = vars(place)[name], [], asyncio.Event()
 
         def during(folder):
-            found = real(folder)
+            result = real(folder)
             if moment == "events":
-                found = found[0], iter(list(found[1]))
+                result = result[0], iter(list(result[1]))
             if len(cuts) < 2 and not is_cutting.is_set():
                 is_cutting.set()
                 cuts.append(cut(service))
                 is_cutting.clear()
-            return found
+            return result
 
         monkeypatch.setattr(place, name, during)
         facts, violations = audit_service(tmp_path)

@@ -52,15 +52,15 @@ def served(folder, model, *words):
 def train(client, steps, *, kill=lambda step: None):
     """The log-probabilities after each step, and the answer of a sampler of the last weights."""
     model = HttpModel(client, seed=3)
-    found = []
+    actual = []
     for step in range(steps):
         requests = [model.send_loss(random_data(step, [6, 9], ("weights",))), model.send_step()]
         kill(step)
         requests.append(model.send_loss(random_data(1000, [8], ("weights",)), forward_only=True))
-        found.append([one.tolist() for one in model.loss_of(requests[-1])[0]])
+        actual.append([item.tolist() for item in model.loss_of(requests[-1])[0]])
         assert b"error" not in client.result(requests[1])
     sampler = json.loads(client.result(model.send("save_weights_for_sampler", sampling_session_seq_id=7)))
-    return found, sampled(client, sampler["sampling_session_id"], 0)
+    return actual, sampled(client, sampler["sampling_session_id"], 0)
 
 
 def sampled(client, sampler, seq):
@@ -133,7 +133,7 @@ def test_samples_of_a_whole_model_stay_those_of_its_weights(tmp_path, model):
         client.result(trained.send_step(lr=0.1))
         saved = json.loads(client.result(trained.send("save_weights_for_sampler", sampling_session_seq_id=7)))
         asked = {"session_id": trained.session, "sampling_session_seq_id": 8, "base_model": "tiny"}
-        samplers = [one["sampling_session_id"] for one in (saved, client.ask("create_sampling_session", asked))]
+        samplers = [item["sampling_session_id"] for item in (saved, client.ask("create_sampling_session", asked))]
         killer, numbers = Killer(run, range(4), names=("controller", "server-0")), itertools.count()
         first = [sampled(client, sampler, next(numbers)) for sampler in samplers]
         assert first[0] != first[1]

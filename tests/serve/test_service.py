@@ -62,16 +62,16 @@ class Trainer:
         return f"{head['model'][-1]}{kind}{seq}"
 
     async def all(self, **options):
-        found = []
+        result = []
         with contextlib.suppress(TimeoutError):
             while True:
-                found.append(await self.one(**options))
-        return found
+                result.append(await self.one(**options))
+        return result
 
 
 def results(service, model="s:train:0"):
     operations = service.tenants.models[model].operations
-    return {seq: json.loads(service.journal.read(one.result)) for seq, one in operations.items() if one.is_done}
+    return {seq: json.loads(service.journal.read(item.result)) for seq, item in operations.items() if item.is_done}
 
 
 async def test_requests_run_in_the_order_of_their_numbers(tmp_path):
@@ -107,12 +107,12 @@ async def test_a_step_after_failed_gradients_fails_and_clears_them(tmp_path):
             await service.accept(model, seq, "step", {"settings": {"lr": seq}})
         trainer = Trainer(service)
         assert await trainer.all(fails=(1,)) == ["reset", "0create0", "0loss1", "0loss2", "0clear3", "0step4"]
-        found = results(service)
-        assert found[3]["error"] == "the gradients of request 1 failed: nothing was updated"
-        assert "did" in found[4]
+        result = results(service)
+        assert result[3]["error"] == "the gradients of request 1 failed: nothing was updated"
+        assert "did" in result[4]
         again = Trainer(service, run_id=1)  # the same effects, from the beginning
         assert await again.all() == ["reset", "0create0", "0clear1", "0loss2", "0clear3", "0step4"]
-        assert results(service) == found
+        assert results(service) == result
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -124,16 +124,16 @@ async def test_after_a_restart_results_stay_and_the_rest_is_computed(tmp_path, b
         await service.accept(model, 3, "save", {"name": "one"})
         trainer = Trainer(service)
         await trainer.all()
-        found = results(service)
-        assert found[3] == {"path": "tinker://s:train:0/weights/one"}
+        result = results(service)
+        assert result[3] == {"path": "tinker://s:train:0/weights/one"}
     async with opened(tmp_path) as service:
-        assert results(service) == found
+        assert results(service) == result
         trainer.service = service
         if both:
             trainer = Trainer(service)
         await service.accept(model, 4, "loss", {"forward_only": True}, b"x")
         assert await trainer.all() == ["reset", "0create0", "0loss1", "0step2", "0loss4"]
-        assert results(service)[3] == found[3]
+        assert results(service)[3] == result[3]
 
 
 async def test_a_snapshot_ends_what_a_restart_repeats(tmp_path):
@@ -155,12 +155,12 @@ async def test_models_take_turns_and_leave_for_others(tmp_path):
         for seq in (1, 2):
             for model in models:
                 await service.accept(model, seq, "step", {"settings": {"n": seq}})
-        found = await Trainer(service).all()
-        steps = [one for one in found if "step" in one]
-        assert [one[0] for one in steps[:2]] == ["0", "1"]
+        result = await Trainer(service).all()
+        steps = [item for item in result if "step" in item]
+        assert [step[0] for step in steps[:2]] == ["0", "1"]
         assert len(steps) == 6
-        assert any("drop" in one for one in found)
-        assert any("restore" in one for one in found)
+        assert any("drop" in item for item in result)
+        assert any("restore" in item for item in result)
         resident = [model for model in service.tenants.models.values() if model.is_resident]
         assert len(resident) == SERVED.max_resident
         assert all(len(results(service, model)) == 3 for model in models)
@@ -173,8 +173,8 @@ async def test_a_turn_goes_on_until_an_optimiser_step_and_has_a_limit(tmp_path):
             for seq in range(1, 4):
                 await service.accept(model, seq, "step" if seq == 3 else "loss", {"forward_only": False}, b"a")
         trainer = Trainer(service)
-        found = await trainer.all()
-        assert found == ["reset", "0create0", "1create0", *(f"{one}{what}" for one in (0, 1)
+        result = await trainer.all()
+        assert result == ["reset", "0create0", "1create0", *(f"{item}{what}" for item in (0, 1)
                          for what in ("loss1", "loss2", "step3"))]  # fmt: skip
         for seq in range(4, 4 + 2 * MAX_TURN):
             await service.accept(models[0], seq, "loss", {"forward_only": True}, b"a")
@@ -230,8 +230,8 @@ async def test_a_rank_that_is_ahead_waits_for_the_others(tmp_path):
     async with opened(tmp_path, world_size=2) as service:
         await model_of(service)
         first, second = Trainer(service), Trainer(service, rank=1)
-        for one in (first, second, first):
-            await one.one()
+        for item in (first, second, first):
+            await item.one()
         ahead = asyncio.create_task(first.ask())
         await asyncio.sleep(0)
         assert not ahead.done()
@@ -269,11 +269,11 @@ async def test_a_failed_create_makes_room_for_nobody_and_stops_nobody(tmp_path):
         for model in models:
             await service.accept(model, 1, "step", {"settings": {}})
         trainer = Trainer(service)
-        found = [await trainer.one(), await trainer.one(fails=(0,))]  # the first create fails
-        found += await trainer.all()
-        assert len(found) < 30
+        actual = [await trainer.one(), await trainer.one(fails=(0,))]  # the first create fails
+        actual += await trainer.all()
+        assert len(actual) < 30
         assert [
-            json.loads(service.journal.read(service.tenants.models[one].operations[1].result)) for one in models
+            json.loads(service.journal.read(service.tenants.models[item].operations[1].result)) for item in models
         ] == [
             {"error": "the gradients of request 0 failed: nothing was updated", "category": "user"},
             *({"did": "step1"} for _ in range(3)),
@@ -309,8 +309,8 @@ async def test_a_failed_step_is_undone_by_what_was_before_it(tmp_path):
             await service.accept(model, seq, "step", {"settings": {"lr": seq}})
         await service.accept(model, 3, "loss", {"forward_only": True}, b"a")
         trainer = Trainer(service)
-        found = await trainer.all(fails=(2,))
-        assert found == ["reset", "0create0", "0step1", "0step2", "0create0", "0step1", "0clear2", "0loss3"]
+        result = await trainer.all(fails=(2,))
+        assert result == ["reset", "0create0", "0step1", "0step2", "0create0", "0step1", "0clear2", "0loss3"]
 
 
 async def test_a_failed_forward_pass_leaves_the_gradients(tmp_path):
@@ -331,10 +331,10 @@ async def test_a_model_whose_state_cannot_be_restored_computes_nothing_else(tmp_
         trainer = Trainer(service)
         await trainer.all()
         await service.record({"event": "snapshot", "model": model, "seq": 1})
-        for one in (model, other):
-            await service.accept(one, 2 if one == model else 1, "step", {"settings": {"lr": 2}})
-        found = await Trainer(service, run_id=1).all(fails_of="restore")
-        assert sorted(found) == ["0restore1", "1create0", "1step1", "reset"]
+        for item in (model, other):
+            await service.accept(item, 2 if item == model else 1, "step", {"settings": {"lr": 2}})
+        result = await Trainer(service, run_id=1).all(fails_of="restore")
+        assert sorted(result) == ["0restore1", "1create0", "1step1", "reset"]
         failed = results(service)[2]
         assert failed["category"] == "server"
         assert "restore of request 1 failed" in failed["error"]

@@ -65,13 +65,13 @@ class Tenant:
 
 def expected_logprobs(model, data):
     """By transformers, each datum alone."""
-    found = []
+    result = []
     for datum in data:
         logits = model(torch.from_numpy(datum.tokens)[None]).logits[0].float()
-        found.append(
+        result.append(
             torch.log_softmax(logits, -1).gather(1, torch.from_numpy(datum.inputs["target_tokens"])[:, None])[:, 0]
         )
-    return found
+    return result
 
 
 def formula(loss_fn, lp, inputs):
@@ -124,21 +124,21 @@ def test_a_loss_and_its_gradients_are_those_of_the_formula_on_peft(executor, slo
     )
     logprobs = expected_logprobs(other, data)
     tensors = [{name: torch.from_numpy(value) for name, value in datum.inputs.items()} for datum in data]
-    loss = sum(formula(loss_fn, lp, one).sum() for lp, one in zip(logprobs, tensors, strict=True))
+    loss = sum(formula(loss_fn, lp, each).sum() for lp, each in zip(logprobs, tensors, strict=True))
     loss.backward()
-    found, metrics = tenant.loss(data, loss_fn, config)
+    actual, metrics = tenant.loss(data, loss_fn, config)
     assert metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5, abs=2e-5)
-    for one, other_one in zip(found, logprobs, strict=True):
-        np.testing.assert_allclose(one, other_one.detach().numpy(), atol=2e-6)
+    for entry, other_one in zip(actual, logprobs, strict=True):
+        np.testing.assert_allclose(entry, other_one.detach().numpy(), atol=2e-6)
     gradients = {
-        name.replace("base_model.model.", "").replace(".default.weight", ""): one.grad
-        for name, one in other.named_parameters() if one.requires_grad
+        name.replace("base_model.model.", "").replace(".default.weight", ""): each.grad
+        for name, each in other.named_parameters() if each.requires_grad
     }  # fmt: skip
     for name, weight in slots._trained.items():
         expected = gradients[name]
-        own = weight.grad[: expected.shape[0], : expected.shape[1]]
-        np.testing.assert_allclose(own, expected, atol=2e-5 * max(1.0, float(expected.abs().max())))
-        assert weight.grad.abs().sum() == pytest.approx(own.abs().sum().item())  # the padding has none
+        ours = weight.grad[: expected.shape[0], : expected.shape[1]]
+        np.testing.assert_allclose(ours, expected, atol=2e-5 * max(1.0, float(expected.abs().max())))
+        assert weight.grad.abs().sum() == pytest.approx(ours.abs().sum().item())  # the padding has none
 
 
 def test_adapters_in_turn_have_the_bits_of_adapters_alone(executor, slots):
@@ -164,8 +164,8 @@ def test_adapters_in_turn_have_the_bits_of_adapters_alone(executor, slots):
             assert steps == (None,) * 3
     assert results == before
     for tenant in tenants:
-        found, _ = tenant.loss(random_data(99, [9]), forward_only=True)
-        assert found[0].tolist() == alone[tenant.name][0].tolist()
+        result, _ = tenant.loss(random_data(99, [9]), forward_only=True)
+        assert result[0].tolist() == alone[tenant.name][0].tolist()
 
 
 def test_a_snapshot_continues_with_the_same_bits(executor, slots):
@@ -200,12 +200,12 @@ def test_an_evicted_adapter_keeps_its_gradients(executor, slots):
     other.loss(random_data(5, [5]))
     tenant.seq = seq
     tenant.run("restore", {"settings": {"rank": 4}})
-    assert all(torch.equal(one, before[name]) for name, one in gradients().items())
+    assert all(torch.equal(item, before[name]) for name, item in gradients().items())
     tenant.loss(random_data(3, [4, 2]))
-    found = gradients(), tenant.step(), tenant.loss(random_data(8, [9]), forward_only=True)[0][0].tolist()
-    assert all(torch.equal(one, expected[0][name]) for name, one in found[0].items())
-    assert found[1:] == expected[1:]
-    assert any(one.abs().sum() > 0 for one in before.values())
+    actual = gradients(), tenant.step(), tenant.loss(random_data(8, [9]), forward_only=True)[0][0].tolist()
+    assert all(torch.equal(item, expected[0][name]) for name, item in actual[0].items())
+    assert actual[1:] == expected[1:]
+    assert any(item.abs().sum() > 0 for item in before.values())
 
 
 def test_saved_weights_have_no_gradients(executor, slots, tmp_path):

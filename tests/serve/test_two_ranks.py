@@ -23,13 +23,13 @@ def scenario(mesh, folder):
     for number, lengths in enumerate(SIZES):
         for name in ("a", "b"):
             slots.activate(name)
-            found = computed_loss(slots, LossRequest(data=random_data(number, lengths), loss_fn="ppo"))
+            result = computed_loss(slots, LossRequest(data=random_data(number, lengths), loss_fn="ppo"))
             norm = slots.step(STEP)["grad_norm"].value
-            facts.append([found.loss, norm, [one.tolist() for one in found.logprobs]])
+            facts.append([result.loss, norm, [logprob.tolist() for logprob in result.logprobs]])
     data = random_data(9, [5], ("logprobs", "advantages", "sequence_ratio_mask"))
     limits = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
-    found = computed_loss(slots, LossRequest(data=data, loss_fn="gspo", config=limits, forward_only=True))
-    facts.append([found.loss, 0.0, [one.tolist() for one in found.logprobs]])
+    result = computed_loss(slots, LossRequest(data=data, loss_fn="gspo", config=limits, forward_only=True))
+    facts.append([result.loss, 0.0, [logprob.tolist() for logprob in result.logprobs]])
     slots.save(folder / f"state-{mesh.world_size}")
     slots.export(folder / f"adapter-{mesh.world_size}")
     return facts
@@ -42,11 +42,11 @@ def test_two_ranks_equal_one(tmp_path):
         for (loss, norm, logprobs), (other_loss, other_norm, other) in zip(facts, expected, strict=True):
             assert loss == pytest.approx(other_loss, abs=1e-3)
             assert norm == pytest.approx(other_norm, rel=1e-3)
-            for one, two in zip(logprobs, other, strict=True):
-                np.testing.assert_allclose(one, two, atol=1e-4)  # AdamW divides small gradients by their size
-    one, two = (load_file(tmp_path / f"adapter-{count}" / "adapter_model.safetensors") for count in (1, 2))
-    assert one.keys() == two.keys()
-    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-3
+            for item, two in zip(logprobs, other, strict=True):
+                np.testing.assert_allclose(item, two, atol=1e-4)  # AdamW divides small gradients by their size
+    item, two = (load_file(tmp_path / f"adapter-{count}" / "adapter_model.safetensors") for count in (1, 2))
+    assert item.keys() == two.keys()
+    assert max(float((item[name] - two[name]).abs().max()) for name in item) < 1e-3
 
 
 def scenario_of_one(folder):

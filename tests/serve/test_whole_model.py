@@ -41,17 +41,17 @@ def executor(model, tmp_path):
 
 
 def logprobs(tenant):
-    return [one.tolist() for one in tenant.loss(random_data(9, [7, 4]), forward_only=True)[0]]
+    return [item.tolist() for item in tenant.loss(random_data(9, [7, 4]), forward_only=True)[0]]
 
 
 def trained(tenant, seeds):
     """Log-probabilities after a step with the data of each seed."""
-    found = []
+    result = []
     for seed in seeds:
         tenant.loss(random_data(seed, [5, 8]))
         tenant.step()
-        found.append(logprobs(tenant))
-    return found
+        result.append(logprobs(tenant))
+    return result
 
 
 def evict(executor, tenant):
@@ -73,7 +73,7 @@ def test_a_tenant_that_was_on_disk_continues_bit_by_bit_also_with_its_gradients(
 
     first = Tenant(executor, "first")
     assert logprobs(first) == before  # the weights before training
-    found = trained(first, (1, 2))
+    actual = trained(first, (1, 2))
     first.loss(random_data(3, [5, 8]))
     seq = evict(executor, first)
     other = Tenant(executor, "other", rank=1000)  # a rank means nothing
@@ -81,7 +81,7 @@ def test_a_tenant_that_was_on_disk_continues_bit_by_bit_also_with_its_gradients(
     evict(executor, other)
     restore(executor, first, seq)
     first.step()
-    assert [*found, logprobs(first)] == expected
+    assert [*actual, logprobs(first)] == expected
 
 
 def test_an_export_is_a_checkpoint_of_transformers(executor, tmp_path):
@@ -90,9 +90,9 @@ def test_an_export_is_a_checkpoint_of_transformers(executor, tmp_path):
     tenant.run("export", {"name": "one", "where": SAMPLER})
     folder = weights_folder(tmp_path, f"tinker://a/{SAMPLER}/one", tenant.seq - 1) / ADAPTER
     reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found = tenant.loss(data, forward_only=True)[0]
-    for one, expected in zip(found, expected_logprobs(reloaded, data), strict=True):
-        torch.testing.assert_close(torch.from_numpy(one.copy()), expected.detach(), atol=1e-5, rtol=1e-5)
+    actual = tenant.loss(data, forward_only=True)[0]
+    for item, expected in zip(actual, expected_logprobs(reloaded, data), strict=True):
+        torch.testing.assert_close(torch.from_numpy(item.copy()), expected.detach(), atol=1e-5, rtol=1e-5)
 
 
 def test_a_part_of_the_weights_cannot_be_trained(executor):
@@ -164,7 +164,7 @@ async def test_checkpoints_take_turns_in_the_order_of_their_first_requests():
     await settled()
     b, base, late_a, late_b = (Sample(weights, name) for name in ("b", None, "a", "b"))
     await settled()
-    assert [one.has_begun.is_set() for one in (*a, b, base, late_a, late_b)] == [True, True] + [False] * 4
+    assert [item.has_begun.is_set() for item in (*a, b, base, late_a, late_b)] == [True, True] + [False] * 4
     await a[0].end()
     await settled()
     assert fleet.loads == ["a"]  # the second sample needs it
@@ -173,8 +173,8 @@ async def test_checkpoints_take_turns_in_the_order_of_their_first_requests():
     assert b.has_begun.is_set()
     assert late_b.has_begun.is_set()
     assert not base.has_begun.is_set()
-    for one in (b, late_b, base, late_a):
-        await one.end()
+    for each in (b, late_b, base, late_a):
+        await each.end()
     assert fleet.loads == ["a", "b", "base", "a"]
     await Sample(weights, "a").end()
     assert fleet.loads == ["a", "b", "base", "a"]  # the servers have it
@@ -201,10 +201,10 @@ async def test_samples_that_are_cancelled_make_room():
     weights = WholeWeights(fleet, Path("base"))
     first, gone, last = (Sample(weights, name) for name in ("a", "b", "c"))
     await settled()
-    for one in (gone, first):
-        one.task.cancel()
+    for item in (gone, first):
+        item.task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await one.task
+            await item.task
     fleet.may_load.set()
     await last.end()
     assert fleet.loads == ["a", "c"]

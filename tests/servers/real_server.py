@@ -62,8 +62,8 @@ def server_start(
     """The command, with placeholders, and the variables that a launcher starts this server with."""
     if backend == "native":
         words = ("-m", "areal.inference.server", f"--model-path={model}", "--port={port}", "--dtype=float32")
-        own = (f"--{name.replace('_', '-')}={value}" for name, value in (FLAGS[backend] | flags).items())
-        return (sys.executable, *words, *own), os.environ | {"OMP_NUM_THREADS": "1"}
+        ours = (f"--{name.replace('_', '-')}={value}" for name, value in (FLAGS[backend] | flags).items())
+        return (sys.executable, *words, *ours), os.environ | {"OMP_NUM_THREADS": "1"}
     config = GRPOConfig(
         experiment_name="servers",
         trial_name="by-hand",

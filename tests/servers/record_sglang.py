@@ -43,13 +43,13 @@ _TIMES = ("_ts", "_time", "_latency", "_wait", "_throughput", "timestamp", "_us"
 GENERATE = "/generate"
 
 
-def calm(found: Any) -> Any:
+def calm(result: Any) -> Any:
     """Without what differs from one recording to the next for no reason."""
-    if isinstance(found, list):
-        return [calm(entry) for entry in found]
-    if not isinstance(found, dict):
-        return found
-    return {key: 0.0 if key.endswith(_TIMES) and value is not None else calm(value) for key, value in found.items()}
+    if isinstance(result, list):
+        return [calm(entry) for entry in result]
+    if not isinstance(result, dict):
+        return result
+    return {key: 0.0 if key.endswith(_TIMES) and value is not None else calm(value) for key, value in result.items()}
 
 
 def body_of(facts: ServerFacts, part: GenerationRequest, interval: int = 1000) -> dict[str, Any]:

@@ -70,17 +70,17 @@ class Recorder:
         async with self.session.request(method, self._address + path, json=body) as answer:
             text = await answer.text()
             kind = answer.content_type
-        found: Any = text
+        result: Any = text
         if kind == "application/json":
-            found = json.loads(text)
+            result = json.loads(text)
         elif kind == "text/event-stream":
-            found = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+            result = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
         elif path == "/metrics":
-            found = "".join(line + "\n" for line in text.splitlines() if line.startswith(_KEPT_METRICS))
+            result = "".join(line + "\n" for line in text.splitlines() if line.startswith(_KEPT_METRICS))
         request = {"method": method, "path": path, "body": body}
-        entry = {"request": request, "status": answer.status, "content_type": kind, "body": found}
+        entry = {"request": request, "status": answer.status, "content_type": kind, "body": result}
         self.entries[name] = json.loads(self._masked(json.dumps(entry)))
-        return found
+        return result
 
     def _masked(self, text: str) -> str:
         for hidden, shown in self._hidden.items():

@@ -102,8 +102,8 @@ class Kit:
     async def close(self) -> None:
         for channel in self._channels:
             await asyncio.to_thread(channel.close)
-        for one in self._closing:
-            await one.close()
+        for item in self._closing:
+            await item.close()
 
 
 class SpareServer:

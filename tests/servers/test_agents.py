@@ -32,8 +32,8 @@ async def talks(row: dict[str, Any], client: Any, session: Any) -> float:
     messages: list[Any] = []
     for number, size in enumerate(TURNS):
         messages.append({"role": "user", "content": f"{row['question']} {number}"})
-        found = await client.chat.completions.create(model="policy", messages=messages, max_tokens=size)
-        messages.append(found.choices[0].message)
+        result = await client.chat.completions.create(model="policy", messages=messages, max_tokens=size)
+        messages.append(result.choices[0].message)
     return 1.0
 
 
@@ -115,8 +115,8 @@ def check_row(row: Trajectory, version: int, models: dict[str, Path], *, on_old_
 @torch.no_grad()
 def logprobs(policy: Any, ids: torch.Tensor, **options: Any) -> list[float]:
     """Of each token, given those before it; 0 for the first."""
-    found = policy(ids, **options).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
-    return [0.0, *found.tolist()]
+    result = policy(ids, **options).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    return [0.0, *result.tolist()]
 
 
 def after_keys_of(old: Any, new: Any, ids: torch.Tensor, split: int) -> list[float]:

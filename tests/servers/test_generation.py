@@ -171,8 +171,8 @@ async def test_answers_differ_unless_they_have_the_same_seed(server: RealServer,
         with raises_code("server.unsupported_sampling", "seed"):
             await fleet.agenerate(a_request(40, seed=1))
         return
-    one, same, other = [(await fleet.agenerate(a_request(40, seed=seed))).output_ids for seed in (1, 1, 2)]
-    assert one == same != other
+    first, same, other = [(await fleet.agenerate(a_request(40, seed=seed))).output_ids for seed in (1, 1, 2)]
+    assert first == same != other
 
 
 BAD_REQUESTS = {

@@ -40,14 +40,14 @@ async def server(own_server: RealServer, kit: Kit) -> RealServer:
 @torch.no_grad()
 def mixed_logprobs(prompt: list[int], output: list[int], split: int) -> list[float]:
     """The old weights sampled the first `split` tokens, the new ones continue on their keys and values."""
-    cache, found = DynamicCache(), list[float]()
+    cache, result = DynamicCache(), list[float]()
     ids = torch.tensor([prompt + output])
     num_old = len(prompt) + split - 1  # the last token of the old weights is the first input of the new ones
     for seed, first, last in ((1, 0, num_old), (2, num_old, ids.shape[1] - 1)):
         logits = build_model(seed)(ids[:, first:last], past_key_values=cache, use_cache=True).logits[0].float()
         chosen = logits.log_softmax(-1).gather(1, ids[0, first + 1 : last + 1, None])[:, 0]
-        found += chosen.tolist()
-    return found[len(prompt) - 1 :]
+        result += chosen.tolist()
+    return result[len(prompt) - 1 :]
 
 
 @pytest.mark.parametrize("channel", ["disk", "collective"])

@@ -125,13 +125,13 @@ async def mixed(kit: Kit, server: RealServer, tmp_path: Path) -> AsyncIterator[M
 
 async def check(fleet: Fleet, scorer: Scorer, version: int, names: set[str]) -> None:
     """Exactly these servers answer, with this version and the scorer's log-probabilities."""
-    found: set[str] = set()
+    result: set[str] = set()
     for _ in range(4):
         for response in await asyncio.gather(*(fleet.agenerate(a_request(20)) for _ in range(4))):
             assert response.output_versions == [version] * 20
             assert gap(response, scorer) < TOLERANCE
-            found.update(response.replicas)
-    assert found == names
+            result.update(response.replicas)
+    assert result == names
 
 
 def state_of(fleet: Fleet, name: str) -> str:

@@ -58,9 +58,9 @@ class Parts:
     def listening(self) -> list[str]:
         """The addresses at which the processes of all parts accept connections."""
         hosts = [psutil.Process(host.pid) for host in self.hosts]
-        processes = [one for host in hosts for one in (host, *host.children(recursive=True))]
-        found = [(one.name(), at) for one in processes for at in one.net_connections("tcp")]
-        return [f"{at.laddr.ip}:{at.laddr.port} of {name}" for name, at in found if at.status == psutil.CONN_LISTEN]
+        processes = [item for host in hosts for item in (host, *host.children(recursive=True))]
+        result = [(process.name(), at) for process in processes for at in process.net_connections("tcp")]
+        return [f"{at.laddr.ip}:{at.laddr.port} of {name}" for name, at in result if at.status == psutil.CONN_LISTEN]
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + READY_LIMIT_S
@@ -121,10 +121,10 @@ def parts(
         try:
             yield made
         finally:
-            for one in made.hosts:
-                if one.poll() is None:
-                    os.killpg(one.pid, signal.SIGKILL)
-                one.wait()
+            for item in made.hosts:
+                if item.poll() is None:
+                    os.killpg(item.pid, signal.SIGKILL)
+                item.wait()
 
 
 async def test_two_parts_serve_as_one_and_take_weights_by_collective_and_over_http(

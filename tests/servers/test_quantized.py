@@ -32,8 +32,8 @@ async def test_updates_of_quantized_weights(kit: Kit, tmp_path: Path, old: Score
             answers[version] = response
             held, other = (new, old) if version % 2 else (old, new)
             assert gap(response, held) < 3 < gap(response, other)
-        for one, same in ((1, 3), (2, 4)):
-            assert answers[one].output_ids == answers[same].output_ids
-            assert largest_gap(answers[one].output_logprobs, answers[same].output_logprobs) < 1e-5
+        for item, same in ((1, 3), (2, 4)):
+            assert answers[item].output_ids == answers[same].output_ids
+            assert largest_gap(answers[item].output_logprobs, answers[same].output_logprobs) < 1e-5
     finally:
         server.kill_all()

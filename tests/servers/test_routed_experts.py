@@ -69,7 +69,7 @@ async def test_the_trainer_replays_what_sglang_chose(tmp_path: Path) -> None:
     batch = rows_to_train_batch([row], [[0] + [1] * (len(row) - 1)]).with_column(ROUTED_EXPERTS, torch.tensor(experts))
     config = TrainEngineConfig(path=str(model), dtype="float32", router_replay=True)
     engine = build_fsdp_engine(config, role="ref", total_steps=1, mesh=TrainerMesh.open(None), seed=0)
-    found = engine.forward(batch).logprobs
-    assert found is not None
+    actual = engine.forward(batch).logprobs
+    assert actual is not None
     expected = torch.tensor(list(response.output_logprobs))
-    torch.testing.assert_close(found[len(PROMPT) - 1 : -1], expected, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(actual[len(PROMPT) - 1 : -1], expected, rtol=0, atol=TOLERANCE)

@@ -91,7 +91,7 @@ async def test_adapters_by_versioned_name(kit: Kit, spare: SpareServer, old_cool
             name: largest_gap(response.output_logprobs, scorer.logprobs(PROMPT, response.output_ids))
             for name, scorer in scorers.items()
         }
-        assert [name for name, found in gaps.items() if found < TOLERANCE] == [request.adapter]
+        assert [name for name, item in gaps.items() if item < TOLERANCE] == [request.adapter]
     await replica.unload_adapter("policy-v1")
     if kit.backend == "sglang":  # it remembers the folder
         again = await fleet.agenerate(requests[1])

@@ -30,13 +30,13 @@ async def test_a_teacher_scores_the_tokens_of_the_student_as_transformers_does(
         scores = await asyncio.gather(*(teacher.scores([*PROMPT, *answer], len(PROMPT)) for answer in answers))
     finally:
         teacher.close()
-    for answer, found in zip(answers, scores, strict=True):
+    for answer, actual in zip(answers, scores, strict=True):
         ids = torch.tensor([[*PROMPT, *answer]])
         with torch.no_grad():
             logprobs = torch.log_softmax(model(ids).logits[0, len(PROMPT) - 1 : -1].double(), -1)
-        assert largest_gap(found.logprobs, logprobs.gather(1, ids[0, len(PROMPT) :, None])[:, 0].tolist()) < TOLERANCE
-        assert [len(place) for place in found.top] == ([top_k] * len(answer) if top_k else [])
-        for place, expected in zip(found.top, logprobs, strict=False):
+        assert largest_gap(actual.logprobs, logprobs.gather(1, ids[0, len(PROMPT) :, None])[:, 0].tolist()) < TOLERANCE
+        assert [len(place) for place in actual.top] == ([top_k] * len(answer) if top_k else [])
+        for place, expected in zip(actual.top, logprobs, strict=False):
             tokens = [token for token, _ in place]
             assert largest_gap([logprob for _, logprob in place], expected[tokens].tolist()) < TOLERANCE
             assert largest_gap([logprob for _, logprob in place], expected.topk(top_k).values.tolist()) < TOLERANCE

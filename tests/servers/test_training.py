@@ -81,14 +81,14 @@ class Launched:
 
     def processes(self, *names: str) -> list[psutil.Process]:
         """Those alive whose command holds one of the names; all of the run's without names."""
-        found = []
+        result = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("AREAL_TEST_MARK") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
                     command = " ".join(process.cmdline())
                     if not names or any(name in command for name in names):
-                        found.append(process)
-        return found
+                        result.append(process)
+        return result
 
     def wait_for_steps(self, count: int) -> None:
         deadline = time.monotonic() + LIMIT_S
@@ -103,7 +103,7 @@ class Launched:
 
 def launch(backend: Backend, folder: Path, *overrides: str) -> Launched:
     mark = uuid.uuid4().hex[:12]
-    own = (
+    ours = (
         f"allocation_mode={backend}:d1+fsdp:d1",
         f"server_python={environment_python(backend)}",
         f"trial_name={mark}",
@@ -112,7 +112,7 @@ def launch(backend: Backend, folder: Path, *overrides: str) -> Launched:
     log = folder / f"{mark}.log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, *launch_words("grpo.yaml", folder, *own, *COMMON, *overrides)],
+            [sys.executable, *launch_words("grpo.yaml", folder, *ours, *COMMON, *overrides)],
             cwd=ROOT,
             env=os.environ | {"AREAL_TEST_MARK": mark, "OMP_NUM_THREADS": "1"},
             stdout=file,
@@ -166,7 +166,9 @@ def test_weights_over_http_with_the_trainer_killed_on_the_way(backend: Backend, 
     run = launch(backend, warm_up, f"actor.weight_update_mode={mode}", *recovers)
     run.wait_for_steps(6)
     (trainer,) = [
-        one for one in run.processes("areal.trainer") if json.loads(one.environ()["AREAL_PROCESS"])["role"] == "trainer"
+        process
+        for process in run.processes("areal.trainer")
+        if json.loads(process.environ()["AREAL_PROCESS"])["role"] == "trainer"
     ]
     trainer.kill()
     check_to_the_end(run)

@@ -71,10 +71,10 @@ async def test_weights_in_other_types_arrive(server: RealServer, kit: Kit, tmp_p
     fleet = await kit.fleet(server)
     model = build_model(2)
     rounded = build_model(2)
-    for one, same in zip(model.parameters(), rounded.parameters(), strict=True):
-        if dtypes == "bfloat16" or one.dim() > 1:
-            same.data = one.data.bfloat16().float()
-            one.data = one.data.bfloat16()
+    for item, same in zip(model.parameters(), rounded.parameters(), strict=True):
+        if dtypes == "bfloat16" or item.dim() > 1:
+            same.data = item.data.bfloat16().float()
+            item.data = item.data.bfloat16()
     await asyncio.to_thread(serve, kit.collective(fleet, FixedTrainer(model)), 1)
     rounded.save_pretrained(tmp_path / "rounded")
     response = await fleet.agenerate(a_request(60))

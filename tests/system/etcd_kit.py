@@ -71,7 +71,7 @@ class EtcdCluster:
 
     def cpu_s(self) -> float:
         """CPU seconds of all members."""
-        return sum(sum(psutil.Process(one.pid).cpu_times()[:2]) for one in self._processes.values())
+        return sum(sum(psutil.Process(process.pid).cpu_times()[:2]) for process in self._processes.values())
 
     def stop(self) -> None:
         for index in list(self._processes):
@@ -79,6 +79,6 @@ class EtcdCluster:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as result:
+        result.bind(("127.0.0.1", 0))
+        return result.getsockname()[1]

@@ -105,15 +105,15 @@ def puller() -> Iterator[FolderPuller]:
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Name and received bytes of each transfer."""
-    found: list[tuple[str, int]] = []
+    result: list[tuple[str, int]] = []
     run = folders._Transfer.run
 
     def noted(self: folders._Transfer, final: Path) -> None:
         run(self, final)
-        found.append((final.name.partition("-")[0], self.num_copied))
+        result.append((final.name.partition("-")[0], self.num_copied))
 
     monkeypatch.setattr(folders._Transfer, "run", noted)
-    return found
+    return result
 
 
 def is_version(pulled: Pulled, trainer: Trainer, version: int) -> bool:

@@ -121,9 +121,9 @@ def test_a_name_that_vanishes_after_the_listing_is_left_out(registry, monkeypatc
     original = Path.rglob
 
     def listed(path, pattern):
-        found = list(original(path, pattern))
+        result = list(original(path, pattern))
         registry.remove("servers/0")
-        return found
+        return result
 
     monkeypatch.setattr(Path, "rglob", listed)
     assert registry.list("servers") == {"servers/1": "b"}

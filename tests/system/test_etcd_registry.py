@@ -145,13 +145,13 @@ def test_loss_of_any_member_stops_nobody(cluster, open_registry, until, loss, in
     writer, reader, waiter = open_registry(), open_registry(), open_registry()
     writer.add("servers/0", "before")
     assert reader.get("servers/0") == "before"
-    found: list[str] = []
-    waiting = threading.Thread(target=lambda: found.append(waiter.wait("servers/1", LIMIT_S)))
+    result: list[str] = []
+    waiting = threading.Thread(target=lambda: result.append(waiter.wait("servers/1", LIMIT_S)))
     waiting.start()
     getattr(cluster, loss)(index)
     writer.add("servers/1", "after")
     waiting.join(LIMIT_S)
-    assert found == ["after"]
+    assert result == ["after"]
     until(lambda: reader.get("servers/1") == "after")
     deadline = time.monotonic() + 2 * LEASE_S
     while time.monotonic() < deadline:  # the leases are still renewed

@@ -110,17 +110,17 @@ def puller() -> Iterator[FolderPuller]:
 def test_a_folder_arrives_complete_and_is_pulled_once_on_a_machine(source: Path, puller: FolderPuller) -> None:
     server = FolderServer(Host(), "secret")
     url = server.offer(source)
-    found = puller.pull(url).path
-    assert is_complete(found)
-    assert contents(found) == CONTENT
-    assert found.parent.stat().st_mode & 0o077 == 0
+    result = puller.pull(url).path
+    assert is_complete(result)
+    assert contents(result) == CONTENT
+    assert result.parent.stat().st_mode & 0o077 == 0
     server.close()
     other = FolderPuller("secret", {})  # another server of the same run and machine
-    assert other.pull(url).path == found
+    assert other.pull(url).path == result
     other.close()
-    assert found.is_dir(), "a process of the run still uses it"
+    assert result.is_dir(), "a process of the run still uses it"
     puller.close()
-    assert not found.exists()
+    assert not result.exists()
 
 
 def test_only_clients_with_the_token_get_a_folder_of_a_known_trainer(source: Path, puller: FolderPuller) -> None:
@@ -154,9 +154,9 @@ def test_a_copy_comes_from_the_mirrors_while_the_trainer_does_not_answer(
     dying.answer = lambda start, data: b"" if start else data[:2345]
     name = faulty.url.rpartition("/")[2]
     closed, foreign = "http://127.0.0.1:9", "http://10.9.9.9:9"
-    bases = [foreign, closed, without.address, *(one.url.rpartition("/")[0] for one in (dying, faulty))]
-    found = puller.pull(f"{closed}/{name}", [f"{base}/pulled_weights/{name}" for base in bases]).path
-    assert contents(found) == CONTENT
+    bases = [foreign, closed, without.address, *(item.url.rpartition("/")[0] for item in (dying, faulty))]
+    result = puller.pull(f"{closed}/{name}", [f"{base}/pulled_weights/{name}" for base in bases]).path
+    assert contents(result) == CONTENT
     assert (dying.starts, faulty.starts) == ([0, 2345], [2345])
     offered = puller.offered(name)
     assert offered is not None
@@ -237,11 +237,11 @@ def test_after_a_kill_of_the_puller_the_next_one_continues(faulty: FaultyServer,
 
 def test_old_folders_are_removed(source: Path, puller: FolderPuller) -> None:
     server = FolderServer(Host(), "secret")
-    found: list[Path] = []
+    result: list[Path] = []
     for version in range(4):
         (source / "config.json").write_text(f'{{"v": {version}}}')
-        found.append(puller.pull(server.offer(source)).path)
-    assert [path.exists() for path in found] == [False, False, True, True]
+        result.append(puller.pull(server.offer(source)).path)
+    assert [path.exists() for path in result] == [False, False, True, True]
     server.close()
 
 

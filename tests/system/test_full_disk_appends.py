@@ -113,5 +113,7 @@ def opens_for_append(path: Path) -> bool:
 def test_every_module_that_appends_uses_one_function():
     root = Path(areal.__file__).parent
     others = {"launcher/preflight.py", "ledger/ledger.py", "system/process.py"}  # locks; the output of a child process
-    found = {str(path.relative_to(root)): path for path in root.rglob("*.py") if opens_for_append(path)}
-    assert [name for name, path in found.items() if name not in others and "append_whole" not in path.read_text()] == []
+    result = {str(path.relative_to(root)): path for path in root.rglob("*.py") if opens_for_append(path)}
+    assert [
+        name for name, path in result.items() if name not in others and "append_whole" not in path.read_text()
+    ] == []

@@ -67,8 +67,8 @@ def test_a_heartbeat_holds_pid_work_and_duration(node, monkeypatch):
 def test_each_process_has_its_slot_and_a_new_start_empties_it(node):
     first, second = heartbeat_of(node, "server-0"), heartbeat_of(node, "server-1")
     first.doing("\N{SNOWMAN}" * 1000)
-    for one in (first, second):
-        one.beat()
+    for item in (first, second):
+        item.beat()
     assert {name: beat.doing[:6] for name, beat in node.read().items()} == {
         "server-0": "\N{SNOWMAN}" * 6,
         "server-1": "starts",

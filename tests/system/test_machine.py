@@ -94,12 +94,12 @@ def test_system_and_observe_need_no_torch():
     ],
 )
 def test_the_limits_of_control_groups_count(monkeypatch, tmp_path, group, files, cores, gib):
-    own, groups = tmp_path / "own", tmp_path / "groups"
-    own.write_text(group + "\n")
+    ours, groups = tmp_path / "own", tmp_path / "groups"
+    ours.write_text(group + "\n")
     for name, value in files.items():
         (groups / name).parent.mkdir(parents=True, exist_ok=True)
         (groups / name).write_text(f"{value}\n")
     monkeypatch.setattr(device, "core_ids", lambda: [*range(64)])
     monkeypatch.setattr(device.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**22}[name])
-    assert (device.cpu_count(groups, own), device.host_memory_bytes(groups, own)) == (cores, gib * 2**30)
+    assert (device.cpu_count(groups, ours), device.host_memory_bytes(groups, ours)) == (cores, gib * 2**30)
     assert device.host_memory_bytes(groups, tmp_path / "absent") == 16 * 2**30

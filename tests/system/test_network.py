@@ -31,7 +31,7 @@ FOREIGN_VALUES = {"api/config/launcher.py": "localhost:2379"}
 
 
 def test_one_module_contains_a_loopback_address():
-    found = []
+    result = []
     for path in MODULES:
         name = path.relative_to(PACKAGE).as_posix()
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -40,8 +40,8 @@ def test_one_module_contains_a_loopback_address():
                 "environments/nemo_gym_worker.py",
                 "environments/openenv_worker.py",
             ):
-                found.append(f"areal/{name}:{number}: {line.strip()}")
-    assert not found, "take the address from a Host:\n" + "\n".join(found)
+                result.append(f"areal/{name}:{number}: {line.strip()}")
+    assert not result, "take the address from a Host:\n" + "\n".join(result)
 
 
 def test_bound_socket_is_ours_alone():
@@ -135,8 +135,8 @@ def test_only_ranks_with_the_token_see_the_keys_of_the_trainers_store(tmp_path, 
     assert (relay is None) == is_local
     assert '"127.0.0.2"' in (registry.get(f"{mesh.STORE_NAME}/0") or "")
     store.set("key", "of rank 0")
-    found, tunnel = mesh._open_store(rank(1), registry, 20.0)
-    assert found.get("key") == b"of rank 0"
+    result, tunnel = mesh._open_store(rank(1), registry, 20.0)
+    assert result.get("key") == b"of rank 0"
     for other in ("wrong", ""):
         monkeypatch.setenv(TOKEN_VARIABLE, other)
         with pytest.raises(LaunchError) as mismatch:
@@ -157,25 +157,25 @@ the port of a server on loopback."""
 
 
 def test_every_listening_socket_comes_from_one_function():
-    found = []
+    result = []
     for path in MODULES:
         name = path.relative_to(PACKAGE.parent).as_posix()
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or name == "areal/system/network.py" or name in SILENT | RELAYS:
                 continue
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            inputs = {word.arg: ast.unparse(word.value) for word in node.keywords}
             is_ours = isinstance(node.func, ast.Name) and called in ("listen", "bind")
-            if called in LISTENS and not is_ours and not (called == "run_app" and "sock" in given):
-                found.append(f"{name}:{node.lineno}: {called}")
+            if called in LISTENS and not is_ours and not (called == "run_app" and "sock" in inputs):
+                result.append(f"{name}:{node.lineno}: {called}")
             if called not in ("TCPStore", "init_process_group"):
                 continue
-            is_served = called == "TCPStore" and given.get("is_master", "True") != "False"
-            if is_served and (name not in STORES or "master_listen_fd" not in given):
-                found.append(f"{name}:{node.lineno}: TCPStore on a socket of its own")
-            if called == "init_process_group" and "store" not in given:
-                found.append(f"{name}:{node.lineno}: init_process_group with a store of its own")
-    assert not found, "use areal.system.network.listen:\n" + "\n".join(found)
+            is_served = called == "TCPStore" and inputs.get("is_master", "True") != "False"
+            if is_served and (name not in STORES or "master_listen_fd" not in inputs):
+                result.append(f"{name}:{node.lineno}: TCPStore on a socket of its own")
+            if called == "init_process_group" and "store" not in inputs:
+                result.append(f"{name}:{node.lineno}: init_process_group with a store of its own")
+    assert not result, "use areal.system.network.listen:\n" + "\n".join(result)
 
 
 def test_gloo_and_nccl_listen_on_the_interface_of_the_host(monkeypatch):

@@ -51,17 +51,17 @@ def test_only_a_client_with_the_token_reaches_what_is_behind_the_relay(
 ) -> None:
     relay = TokenRelay(_listening(), "token", echo)
     assert asked(relay.port, skips=32) == b""
-    own, foreign = (TokenTunnel("127.0.0.1", relay.port, token) for token in ("token", "other"))
-    assert (own.is_admitted(20), foreign.is_admitted(20)) == (True, False)
-    assert [asked(own.port).strip() for _ in range(3)] == [b"KEY"] * 3
+    ours, foreign = (TokenTunnel("127.0.0.1", relay.port, token) for token in ("token", "other"))
+    assert (ours.is_admitted(20), foreign.is_admitted(20)) == (True, False)
+    assert [asked(ours.port).strip() for _ in range(3)] == [b"KEY"] * 3
     assert asked(foreign.port) == b""
     assert [record.levelname for record in caplog.records if "without the token" in record.message] == ["WARNING"] * 3
     relay.close()
     relay.close()
     with pytest.raises(OSError):  # noqa: PT011 - of the system: nothing listens
-        own.is_admitted(20)
-    assert asked(own.port) == b""
-    for tunnel in (own, foreign):
+        ours.is_admitted(20)
+    assert asked(ours.port) == b""
+    for tunnel in (ours, foreign):
         tunnel.close()
 
 

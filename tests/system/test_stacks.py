@@ -43,9 +43,9 @@ def start(tmp_path):
 def wait_for_text(path, *texts, limit_s=200.0):
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        found = path.read_text()
-        if all(text in found for text in texts):
-            return found
+        result = path.read_text()
+        if all(text in result for text in texts):
+            return result
         time.sleep(0.01)
     raise AssertionError(f"{texts} did not all come to be in:\n{path.read_text()}")
 
@@ -243,17 +243,17 @@ async def _own(event):
 
 async def test_a_task_is_placed_in_our_own_frame_and_in_the_library_it_waits_in():
     event = asyncio.Event()
-    own = asyncio.create_task(_own(event), name="own")
+    ours = asyncio.create_task(_own(event), name="own")
     foreign = asyncio.create_task(asyncio.Queue().get(), name="foreign")
     await asyncio.sleep(0.01)
-    lines = {line.split(":")[0].strip(): line for line in describe_tasks({own, foreign}).splitlines()[1:]}
+    lines = {line.split(":")[0].strip(): line for line in describe_tasks({ours, foreign}).splitlines()[1:]}
     assert "test_stacks.py" in lines["own"]
     assert lines["own"].split(" _own, in ")[1].startswith(os.path.dirname(asyncio.__file__))
     assert lines["own"].split()[-1] in ("wait_for", "wait"), "3.11 runs Event.wait in a second task, 3.12 in this one"
     assert lines["foreign"].endswith(" get")
     assert "test_stacks" not in lines["foreign"]
     event.set()
-    await own
+    await ours
     foreign.cancel()
 
 

@@ -45,9 +45,9 @@ class Served:
     @property
     def environ(self) -> dict[str, str]:
         """The environment of a client."""
-        given = {"HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0", "PYTHONWARNINGS": "ignore"}
-        given |= {"HF_HOME": str(self.clients / "hub")}  # else datasets would find rows of an earlier test
-        return os.environ | given | {"TINKER_BASE_URL": self.address, "TINKER_API_KEY": self.key}
+        inputs = {"HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0", "PYTHONWARNINGS": "ignore"}
+        inputs |= {"HF_HOME": str(self.clients / "hub")}  # else datasets would find rows of an earlier test
+        return os.environ | inputs | {"TINKER_BASE_URL": self.address, "TINKER_API_KEY": self.key}
 
     def python(self, *words: str, limit_s: float = 200.0) -> subprocess.CompletedProcess[str]:
         """A program in the environment of the SDK."""

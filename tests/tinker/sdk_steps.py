@@ -32,8 +32,8 @@ def main() -> None:
         step = client.optim_step(types.AdamParams(learning_rate=1e-2))
         sys.stdout.write(f"{number}\n")
         sys.stdout.flush()
-        for one in (*passes, step):
-            one.result()
+        for item in (*passes, step):
+            item.result()
     path = client.save_state("last").result().path
     sampler = client.save_weights_and_get_sampling_client()
     settings = types.SamplingParams(max_tokens=8, seed=1)

@@ -34,7 +34,7 @@ def trained(served: Served, killer: Killer | None = None) -> tuple[dict[str, byt
     (folder,) = (served.run / kind / model_folder_name(model) / name).iterdir()
     files = [path for part in (STATE, ADAPTER) for path in (folder / part).glob("*.safetensors")]
     assert len(files) == 2
-    tensors = {name: one.numpy().tobytes() for path in files for name, one in load_file(path).items()}
+    tensors = {name: item.numpy().tobytes() for path in files for name, item in load_file(path).items()}
     return tensors, facts["tokens"]
 
 

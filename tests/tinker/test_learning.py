@@ -20,9 +20,9 @@ def test_the_sampled_reward_reaches_its_goal(recipe_folder, tmp_path, words, rat
     data = tmp_path / "data"
     subprocess.run([sys.executable, "examples/quickstart/prepare.py", str(data)], cwd=ROOT, check=True)
     with serving(tmp_path / "run", data / "model", "digits", *words, clients=tmp_path) as served:
-        found = served.python(str(ROOT / "examples/tinker/grpo.py"), str(data), *rates, limit_s=290)
-        assert found.returncode == 0, found.stderr[-3000:]
-        facts = json.loads(found.stdout.splitlines()[-1])
+        result = served.python(str(ROOT / "examples/tinker/grpo.py"), str(data), *rates, limit_s=290)
+        assert result.returncode == 0, result.stderr[-3000:]
+        facts = json.loads(result.stdout.splitlines()[-1])
         counts = served.audit()
     assert facts["before"] < 0.45
     assert facts["after"] >= 0.80

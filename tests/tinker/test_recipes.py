@@ -17,9 +17,9 @@ def run_recipe(served, words, log):
     """The finished process, and what it did to the counts of the service."""
     recipe, *options = words.split()
     before = served.audit()
-    found = served.python("-m", f"tinker_cookbook.recipes.{recipe}", *options, f"log_path={log}")
+    result = served.python("-m", f"tinker_cookbook.recipes.{recipe}", *options, f"log_path={log}")
     after = served.audit()
-    return found, {name: after[name] - before[name] for name in ("optimiser_steps", "failed", "waiting", "models")}
+    return result, {name: after[name] - before[name] for name in ("optimiser_steps", "failed", "waiting", "models")}
 
 
 def metrics_of(log):
@@ -40,8 +40,8 @@ def last_checkpoint(log):
     ],
 )
 def test_a_recipe_ends_with_its_steps(serve, tmp_path, name, words, steps, logged):
-    found, counts = run_recipe(serve(name), words, log := tmp_path / "log")
-    assert found.returncode == 0, found.stderr[-3000:]
+    result, counts = run_recipe(serve(name), words, log := tmp_path / "log")
+    assert result.returncode == 0, result.stderr[-3000:]
     assert counts == {"optimiser_steps": steps, "failed": 0, "waiting": 0, "models": 1}
     rows = metrics_of(log)
     values = [value for row in rows for value in row.values() if isinstance(value, float)]
@@ -54,16 +54,16 @@ def test_a_recipe_ends_with_its_steps(serve, tmp_path, name, words, steps, logge
 
 def test_rl_loop_continues_from_the_weights_of_sl_loop(serve, tmp_path):
     served = serve(BASE)
-    found, counts = run_recipe(served, "sl_loop batch_size=8 learning_rate=1e-2", tmp_path / "sl")
-    assert found.returncode == 0, found.stderr[-3000:]
+    result, counts = run_recipe(served, "sl_loop batch_size=8 learning_rate=1e-2", tmp_path / "sl")
+    assert result.returncode == 0, result.stderr[-3000:]
     losses = [row["train_mean_nll"] for row in metrics_of(tmp_path / "sl")]
     assert counts == {"optimiser_steps": len(losses), "failed": 0, "waiting": 0, "models": 1}
     assert losses[0] > 5.0
     assert losses[-1] < 0.6
     (tmp_path / "rl").mkdir()
     (tmp_path / "rl/checkpoints.jsonl").write_text(json.dumps(last_checkpoint(tmp_path / "sl") | {"batch": 0}) + "\n")
-    found, counts = run_recipe(served, f"{RL_LOOP} loss_fn=cispo", tmp_path / "rl")
-    assert found.returncode == 0, found.stderr[-3000:]
+    result, counts = run_recipe(served, f"{RL_LOOP} loss_fn=cispo", tmp_path / "rl")
+    assert result.returncode == 0, result.stderr[-3000:]
     rows = metrics_of(tmp_path / "rl")
     assert counts == {"optimiser_steps": 2, "failed": 0, "waiting": 0, "models": 1}
     assert all(row["reward/total"] > 0 and row["grad_norm:mean"] > 0 for row in rows)
@@ -71,7 +71,7 @@ def test_rl_loop_continues_from_the_weights_of_sl_loop(serve, tmp_path):
 
 @pytest.mark.parametrize(("name", "words"), [(MODEL, MATH_RL)])
 def test_a_loss_without_formula_ends_the_recipe_with_advice(serve, tmp_path, name, words):
-    found, counts = run_recipe(serve(name), words, tmp_path / "log")
-    assert found.returncode == 1
-    assert "loss_fn=stable_reinforce has no published formula: use loss_fn=cispo, ppo or" in found.stderr
+    result, counts = run_recipe(serve(name), words, tmp_path / "log")
+    assert result.returncode == 1
+    assert "loss_fn=stable_reinforce has no published formula: use loss_fn=cispo, ppo or" in result.stderr
     assert (counts["optimiser_steps"], counts["models"]) == (0, 1)

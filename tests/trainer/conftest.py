@@ -77,12 +77,12 @@ class TableEngine:
     def forward(self, batch):
         self.num_forwards += 1
         with torch.no_grad():
-            found = self.outputs(batch)
+            result = self.outputs(batch)
         return TokenOutputs(
-            logprobs=None if self.critic else found.logprobs.float(),
-            entropy=None if self.critic else found.entropy.float(),
-            values=found.values.float() if self.critic else None,
-            squared_sums=None if found.squared_sums is None else found.squared_sums.float(),
+            logprobs=None if self.critic else result.logprobs.float(),
+            entropy=None if self.critic else result.entropy.float(),
+            values=result.values.float() if self.critic else None,
+            squared_sums=None if result.squared_sums is None else result.squared_sums.float(),
         )
 
     def forward_backward(self, batch, loss_fn, *, denominator):
@@ -124,7 +124,7 @@ def select(batch, indices):
     bounds = batch.cu_seqlens.tolist()
     rows = torch.tensor([t for s in indices for t in range(bounds[s], bounds[s + 1])], dtype=torch.int64)
     lengths = [bounds[s + 1] - bounds[s] for s in indices]
-    own = {
+    ours = {
         "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
         "sequence_index": torch.arange(len(indices)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64)),
     }
@@ -132,11 +132,11 @@ def select(batch, indices):
     fields = {}
     for name in TrainBatch.__dataclass_fields__:
         value = getattr(batch, name)
-        if name not in own and isinstance(value, torch.Tensor):
+        if name not in ours and isinstance(value, torch.Tensor):
             fields[name] = value[torch.tensor(indices, dtype=torch.int64) if name in per_sequence else rows]
     chosen = {"token": rows, "sequence": torch.tensor(indices, dtype=torch.int64)}
     fields["columns"] = {spec: values[chosen[spec.per]] for spec, values in batch.columns.items()}
-    return replace(batch, **fields, **own)
+    return replace(batch, **fields, **ours)
 
 
 def make_batch(sequences, *, prompt_length=1, rewards=None, group_ids=None, finished=None, rollout=None):

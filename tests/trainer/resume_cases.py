@@ -178,18 +178,18 @@ def run(kind: str, path: Path, recover: Path, mesh: TrainerMesh) -> dict[str, li
     """Facts of the steps from `CUT` on: of the life that went on, and of one that began with its checkpoint."""
     seed_everything(7 + mesh.rank)
     life = KINDS[kind](path, mesh)
-    found: dict[str, list[object]] = {"unbroken": [], "resumed": []}
+    result: dict[str, list[object]] = {"unbroken": [], "resumed": []}
     for step in range(NUM_STEPS):
         if step == CUT:
             RecoverStore(recover, RecoverConfig(), life.engines, mesh).save(point_of(life, step))
         facts = facts_of(life, life.train(batch_of(step, mesh.rank), step))
         if step >= CUT:
-            found["unbroken"].append(facts)
+            result["unbroken"].append(facts)
     seed_everything(99)
     life = KINDS[kind](path, mesh)
     for step in range(go_on(life, recover, mesh), NUM_STEPS):
-        found["resumed"].append(facts_of(life, life.train(batch_of(step, mesh.rank), step)))
-    return found
+        result["resumed"].append(facts_of(life, life.train(batch_of(step, mesh.rank), step)))
+    return result
 
 
 def run_until_killed(kind: str, path: Path, recover: Path) -> None:

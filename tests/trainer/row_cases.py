@@ -142,9 +142,9 @@ def slow_pair_of_scores(model, pair: EncodedPair, options: RWOptions) -> torch.T
 
 
 def slow_dpo(model, reference, pair: EncodedPair, options: DPOOptions) -> torch.Tensor:
-    def answer(one, row: EncodedRow) -> torch.Tensor:
-        found = slow_logprobs(one, row)
-        return sum(found) / (len(found) if options.logp_reduction == "mean" else 1)
+    def answer(item, row: EncodedRow) -> torch.Tensor:
+        result = slow_logprobs(item, row)
+        return sum(result) / (len(result) if options.logp_reduction == "mean" else 1)
 
     def reward(row: EncodedRow) -> torch.Tensor:
         with torch.no_grad():
@@ -162,10 +162,10 @@ def slow_dpo(model, reference, pair: EncodedPair, options: DPOOptions) -> torch.
 
 
 def on_two_ranks(mesh: TrainerMesh, folder: Path) -> dict[str, Sequence[dict[str, float]]]:
-    found: dict[str, Sequence[dict[str, float]]] = {}
+    result: dict[str, Sequence[dict[str, float]]] = {}
     for kind in KINDS:
         for index, cut in enumerate(CUTS[:3:2]):
             metrics, held_out, gradient = step_of(kind, folder / "models", mesh, cut)
-            found[f"{kind}-{index}"] = [metrics, held_out]
+            result[f"{kind}-{index}"] = [metrics, held_out]
             save_file(gradient, folder / f"gradient-{kind}-{index}-{mesh.rank}")
-    return found
+    return result

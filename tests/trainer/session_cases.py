@@ -27,12 +27,12 @@ class DigitBridge:
     stop_token_ids = frozenset()
 
     def prompt(self, messages, tools):
-        return [0, *(int(digit) for one in messages for digit in one["content"].replace("5", ""))]
+        return [0, *(int(digit) for message in messages for digit in message["content"].replace("5", ""))]
 
     def extension(self, history, new_messages, tools):
-        if any("5" in one["content"] for one in history):
+        if any("5" in item["content"] for item in history):
             return BridgeGap(reason="history_edited", detail="a 5 is removed")
-        return [int(digit) for one in new_messages for digit in one["content"]]
+        return [int(digit) for message in new_messages for digit in message["content"]]
 
 
 def session(seed: int) -> Transcript:
@@ -101,7 +101,7 @@ def batch_of_two(cut: str) -> TrainBatch:
     _say(first, (question, {"role": "assistant", "content": "22"}, question), "333")
     _say(first, ({"role": "user", "content": "4"},), "0")
     _say(second, (question,), "22")
-    sessions = [trajectories(one, cut=cut, reward=1.0, session=i) for i, one in enumerate((first, second))]
+    sessions = [trajectories(item, cut=cut, reward=1.0, session=i) for i, item in enumerate((first, second))]
     payload = encode_episode(0, TrajectoryGroup(trajectories=[*sessions[0], *sessions[1]])).payload
     (part,) = share_parts([payload_head(payload)], 1)
     return to_train_batch(build_share([payload], part, step=0, version=2, mask_before=0))

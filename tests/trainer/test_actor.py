@@ -161,15 +161,15 @@ def test_what_needs_the_weights_before_the_update_is_called_once_before_the_firs
 )
 def test_any_number_of_micro_batches_gives_the_same_gradient_and_metrics(toolbox, options):
     batch = toolbox.random_batch(2, 11)
-    found = []
+    result = []
     for num_micro_batches in (1, 2, 5, 11, 13):
         engine = toolbox.TableEngine(num_micro_batches=num_micro_batches)
         actor = PPOActor(engine, config(**options, reward_norm=GROUP_MEAN))
         metrics = actor.update(ready(actor, batch))
-        found.append((engine.gradients[0], metric_values(metrics)))
-    for gradient, values in found[1:]:
-        assert torch.allclose(gradient, found[0][0], rtol=0, atol=1e-9)
-        assert values == pytest.approx(found[0][1], abs=1e-6)
+        result.append((engine.gradients[0], metric_values(metrics)))
+    for gradient, values in result[1:]:
+        assert torch.allclose(gradient, result[0][0], rtol=0, atol=1e-9)
+        assert values == pytest.approx(result[0][1], abs=1e-6)
 
 
 def test_ranks_together_make_the_gradient_of_the_whole_batch(toolbox):

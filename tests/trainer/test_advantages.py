@@ -24,11 +24,11 @@ def config(**options):
 
 def sequences_of(batch):
     """Per sequence: reward, group, greedy reward, positions of its trained tokens."""
-    found = []
+    result = []
     for s in range(batch.num_sequences):
         places = [t for t in range(batch.num_tokens) if batch.sequence_index[t] == s and batch.loss_mask[t]]
-        found.append((float(batch.rewards[s]), int(batch.group_ids[s]), float(batch.columns[BASELINE][s]), places))
-    return found
+        result.append((float(batch.rewards[s]), int(batch.group_ids[s]), float(batch.columns[BASELINE][s]), places))
+    return result
 
 
 def mean(values):
@@ -131,9 +131,9 @@ def test_ranks_share_their_statistics(toolbox, name):
 
     actor = PPOActor(toolbox.TableEngine(), config(adv_estimator=name))
     alone = actor.with_advantages(actor.with_prox_logprobs(batch))
-    for rank, found in enumerate(group.run(rank_main)):
+    for rank, actual in enumerate(group.run(rank_main)):
         expected = toolbox.select(alone, shares[rank]).advantages
-        assert torch.allclose(found, expected, rtol=0, atol=1e-6)
+        assert torch.allclose(actual, expected, rtol=0, atol=1e-6)
 
 
 def test_grpo_is_the_composition_that_the_docs_give(toolbox):
@@ -154,7 +154,7 @@ def test_the_token_baseline_reads_the_policy_before_the_update(toolbox, name, de
     actor = PPOActor(engine, options)
     batch = actor.with_prox_logprobs(batch)
     assert (batch.prox_logprobs is not None) == decoupled
-    found = actor.with_advantages(actor.with_correction(batch)[0])
+    actual = actor.with_advantages(actor.with_correction(batch)[0])
     table = engine.table.detach().log_softmax(-1).exp()
     ids = batch.input_ids
     probability = table[ids, ids.roll(-1)]
@@ -174,7 +174,7 @@ def test_the_token_baseline_reads_the_policy_before_the_update(toolbox, name, de
             in_tail = len(ends) == 1 or count >= ends[-2]
             total = sum(path[u] for _, u in members)
             expected[t] -= 0.0 if in_tail else sum(gains[u] * path[u] for _, u in members) / (total + 1e-8)
-    assert found.advantages.tolist() == pytest.approx(expected.tolist(), abs=2e-5)
+    assert actual.advantages.tolist() == pytest.approx(expected.tolist(), abs=2e-5)
 
 
 def test_gdpo_equals_verl(toolbox):
@@ -198,8 +198,8 @@ def test_gdpo_equals_verl(toolbox):
     assert advantages(one_group, weights={"exact": 1.0}) == pytest.approx([half, -half], abs=1e-4)
     sums = [-half, half, -half, half]  # group 1: exact alone
     std = math.sqrt(4 * 0.5 / 3)
-    found = advantages(batch, weights={"exact": 1.0, "length": 2.0})
-    assert found == pytest.approx([x / std for x in sums], abs=1e-4)
+    result = advantages(batch, weights={"exact": 1.0, "length": 2.0})
+    assert result == pytest.approx([x / std for x in sums], abs=1e-4)
     # "format" scores another data source, of which this batch has no row
     further = {reward_part(f"exact/{spec.name}"): values for spec, values in one_group.columns.items()}
     mapping = replace(one_group, columns=further)  # numbers of one function: the reward counts
@@ -243,10 +243,10 @@ def test_the_overlong_penalty_comes_before_bias_and_scale(toolbox):
 def test_options_fixed_by_an_estimator_have_no_effect():
     norm = NormConfig(mean_level="group")
     fixed = options_without_effect(config(adv_estimator="grpo", reward_norm=norm, adv_norm=norm, gae_lambda=0.5))
-    assert {one.path for one in fixed} == {"reward_norm", "adv_norm", "gae_lambda"}
+    assert {item.path for item in fixed} == {"reward_norm", "adv_norm", "gae_lambda"}
     assert not options_without_effect(config(reward_norm=norm, adv_norm=norm, gae_lambda=0.5))
 
 
 def test_the_overlong_penalty_needs_its_size():
-    found = config(overlong_reward_penalty=True).advantage_problems()
-    assert {problem[0] for problem in found} == {"overlong_tokens", "overlong_penalty_factor"}
+    result = config(overlong_reward_penalty=True).advantage_problems()
+    assert {problem[0] for problem in result} == {"overlong_tokens", "overlong_penalty_factor"}

@@ -103,10 +103,10 @@ def accepted(seed: int, *, workflow: str = "rlvr", fixed: dict | None = None) ->
     for _ in range(200):
         tree["actor"] |= fixed or {}
         reading = read(GRPOConfig, tree)
-        found = reading.problems
-        if not found:
+        result = reading.problems
+        if not result:
             return reading.config
-        section, _, key = found[0].path.partition(".")
+        section, _, key = result[0].path.partition(".")
         if not key:
             del tree[section]
             continue
@@ -116,7 +116,7 @@ def accepted(seed: int, *, workflow: str = "rlvr", fixed: dict | None = None) ->
             name = "kl_control" if "kl_control" in tree[section] else "kl_loss_correction"
         is_free = name in tree[section] and name not in (fixed or {})
         tree[section].pop(name if is_free else dice.choice(list(CHOICES[section])), None)
-    raise AssertionError(f"the problems of {tree} do not end: {found}")
+    raise AssertionError(f"the problems of {tree} do not end: {result}")
 
 
 def batch_of(toolbox, step: int):
@@ -141,7 +141,7 @@ def train(toolbox, config: GRPOConfig, *, ranks: int, num_micro_batches: int, sh
     group._barrier = threading.Barrier(ranks, timeout=20)
     shares = [[7, 9], [], [3, 4, 5]] if ranks == 3 else [[7, 9, 3, 4, 5]]
 
-    def one(rank):
+    def on_rank(rank):
         def engine(**options):
             return toolbox.TableEngine(num_micro_batches=num_micro_batches, rank=rank, group=group, **options)
 
@@ -177,14 +177,14 @@ def train(toolbox, config: GRPOConfig, *, ranks: int, num_micro_batches: int, sh
             batch = actor.with_advantages(batch)
             batch, taught = teacher.with_advantages(batch) if teacher else (batch, {})
             chosen, resampled = actor.with_resampling(batch)
-            found = resampled | actor.update(chosen, step=step)
-            found |= values.update(chosen, step=step) if values else {}
+            result = resampled | actor.update(chosen, step=step)
+            result |= values.update(chosen, step=step) if values else {}
             batch, measured = actor.after_update(batch)
-            found = merge_metrics(found, filtered, mismatch, measured, taught, batch_metrics(batch))
-            logged.append(metric_values(reduce_metrics(found, policy)))
+            result = merge_metrics(result, filtered, mismatch, measured, taught, batch_metrics(batch))
+            logged.append(metric_values(reduce_metrics(result, policy)))
         return policy.table.detach(), logged, actor.state()
 
-    return group.run(one)
+    return group.run(on_rank)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -227,9 +227,9 @@ def test_one_minibatch_alone_needs_no_proximal_pass(toolbox):
     for number in (1, 2, 4):
         engine = toolbox.TableEngine()
         actor = PPOActor(engine, replace(config, ppo_n_minibatches=number), shares_first_pass=True)
-        found = actor.with_prox_logprobs(batch)
+        result = actor.with_prox_logprobs(batch)
         computed.append(engine.num_forwards)
-        assert found.prox_logprobs is None or found.prox_logprobs[batch.loss_mask].isfinite().all()
+        assert result.prox_logprobs is None or result.prox_logprobs[batch.loss_mask].isfinite().all()
     assert computed == [0, 1, 1]
 
 
@@ -260,11 +260,11 @@ OFTEN_WITHOUT_EFFECT = {
 def test_an_option_without_effect_changes_no_weight(toolbox, seed):
     dice, config = random.Random(seed), accepted(1000 + seed)
     names = [name for name in OFTEN_WITHOUT_EFFECT if dice.random() < 0.6]
-    given = replace(config, actor=replace(config.actor, **{name: OFTEN_WITHOUT_EFFECT[name] for name in names}))
-    config = config if list(problems_of(given)) else given
+    inputs = replace(config, actor=replace(config.actor, **{name: OFTEN_WITHOUT_EFFECT[name] for name in names}))
+    config = config if list(problems_of(inputs)) else inputs
     plain = config
-    for one in options_without_effect(config):
-        plain = with_default(plain, one.path)
+    for entry in options_without_effect(config):
+        plain = with_default(plain, entry.path)
     assert not options_without_effect(plain)
     table, without = (train(toolbox, each, ranks=1, num_micro_batches=1)[0][0] for each in (config, plain))
-    assert torch.equal(table, without), [one.path for one in options_without_effect(config)]
+    assert torch.equal(table, without), [item.path for item in options_without_effect(config)]

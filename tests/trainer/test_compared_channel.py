@@ -114,4 +114,4 @@ def test_all_ranks_score_together(toolbox: Any) -> None:
         batch = engine.batches[0]
         assert batch.input_ids.tolist() == [5, 6, 7, 8, 9]
         assert (batch.images, batch.columns[IMAGE_INDEX].tolist()) == ((image,), [[0]])
-    assert [len(one.scores) for one in controls] == [2, 0]
+    assert [len(item.scores) for item in controls] == [2, 0]

@@ -63,11 +63,11 @@ def test_it_gives_the_advantages_of_the_tokens(toolbox, options_of):
     batch = toolbox.make_batch(
         [[1, 2, 3], [1, 2], [1, 2], [1, 2]], rewards=[1.0, 0.0, 5.0, 2.0], group_ids=[0, 0, 0, 4]
     )
-    found = PPOActor(toolbox.TableEngine(), options_of("median")).with_advantages(batch).advantages
-    assert found.tolist() == [0, 0, 0, -2.0, 0, 8.0, 0, 0, 0]
+    result = PPOActor(toolbox.TableEngine(), options_of("median")).with_advantages(batch).advantages
+    assert result.tolist() == [0, 0, 0, -2.0, 0, 8.0, 0, 0, 0]
     # shaping comes first
-    found = PPOActor(toolbox.TableEngine(), options_of("median", reward_scaling=0.5)).with_advantages(batch).advantages
-    assert found.tolist() == [0, 0, 0, -1.0, 0, 4.0, 0, 0, 0]
+    result = PPOActor(toolbox.TableEngine(), options_of("median", reward_scaling=0.5)).with_advantages(batch).advantages
+    assert result.tolist() == [0, 0, 0, -1.0, 0, 4.0, 0, 0, 0]
 
 
 def test_it_reads_the_kl_penalty_in_the_rewards_of_tokens(toolbox, options_of):
@@ -80,8 +80,8 @@ def test_it_reads_the_kl_penalty_in_the_rewards_of_tokens(toolbox, options_of):
 def test_a_critic_keeps_its_targets(toolbox, options_of):
     """Its values reach the estimator; its targets are those of GAE."""
     batch = toolbox.make_batch([[1, 2, 3]], rewards=[1.0]).with_column(VALUES, torch.tensor([0.25, 0.75, 0.0]))
-    found = PPOActor(toolbox.TableEngine(), options_of("median")).with_advantages(batch)
-    assert found.columns[RETURNS].tolist() == [1.0, 1.0, 0.0]
+    result = PPOActor(toolbox.TableEngine(), options_of("median")).with_advantages(batch)
+    assert result.columns[RETURNS].tolist() == [1.0, 1.0, 0.0]
 
 
 def test_it_sums_over_ranks(toolbox, options_of):
@@ -92,8 +92,8 @@ def test_it_sums_over_ranks(toolbox, options_of):
     actors = [PPOActor(toolbox.TableEngine(rank=rank, group=group), options_of("batch_mean")) for rank in range(3)]
 
     def stage(rank):
-        own = toolbox.select(batch, [[0, 2], [], [1]][rank])
-        return actors[rank].with_advantages(own).advantages.tolist()
+        ours = toolbox.select(batch, [[0, 2], [], [1]][rank])
+        return actors[rank].with_advantages(ours).advantages.tolist()
 
     assert group.run(stage) == [[-2.0, 0.0, 3.0, 0.0], [], [-1.0, 0.0]]
 

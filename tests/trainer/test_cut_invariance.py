@@ -108,11 +108,11 @@ def train(toolbox, config, cut: str, **of_batch):
     batch, mismatch = actor.with_correction(batch)
     batch = actor.with_advantages(batch)
     batch, taught = teacher.with_advantages(batch) if teacher else (batch, {})
-    found = actor.update(batch, step=5)
-    found |= values.update(batch, step=5) if values else {}
-    found = merge_metrics(found, mismatch, taught, batch_metrics(batch))
+    result = actor.update(batch, step=5)
+    result |= values.update(batch, step=5) if values else {}
+    result = merge_metrics(result, mismatch, taught, batch_metrics(batch))
     of_rows = ("batch/num_sequences", "batch/num_tokens", "batch/sequence_length", "batch/sequence_length_max")
-    metrics = metric_values(reduce_metrics(found, policy))
+    metrics = metric_values(reduce_metrics(result, policy))
     return policy.table.detach(), critic.table.detach(), {k: v for k, v in metrics.items() if k not in of_rows}
 
 
@@ -244,6 +244,6 @@ def test_many_accepted_combinations(toolbox, seed):
 )
 def test_what_depends_on_the_cut_is_refused_for_agents_only(actor, path):
     _, problems = config_of(actor)
-    assert [(one.path, one.code) for one in problems] == [(f"actor.{path}", "agent.cut_not_invariant")]
+    assert [(problem.path, problem.code) for problem in problems] == [(f"actor.{path}", "agent.cut_not_invariant")]
     _, problems = config_of(actor, workflow="rlvr")
-    assert "agent.cut_not_invariant" not in {one.code for one in problems}
+    assert "agent.cut_not_invariant" not in {problem.code for problem in problems}

@@ -41,14 +41,14 @@ def test_advantages_and_targets_equal_the_formula(toolbox, options, critic_lambd
     values = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(4))
     batch = batch.with_column(VALUES, torch.where(batch.loss_mask, values, 0.0))
     actor = PPOActor(toolbox.TableEngine(), config(**options), critic_lambda=critic_lambda)
-    found = actor.with_advantages(batch)
-    assert found.advantages.tolist() == pytest.approx(by_formula(batch, 0.9, policy)[0], abs=1e-5)
-    assert found.columns[RETURNS].tolist() == pytest.approx(by_formula(batch, 0.9, critic)[1], abs=1e-5)
+    result = actor.with_advantages(batch)
+    assert result.advantages.tolist() == pytest.approx(by_formula(batch, 0.9, policy)[0], abs=1e-5)
+    assert result.columns[RETURNS].tolist() == pytest.approx(by_formula(batch, 0.9, critic)[1], abs=1e-5)
     # and of each sequence alone, as of all together
     for s in range(batch.num_sequences):
         alone = actor.with_advantages(toolbox.select(batch, [s]))
-        assert torch.equal(alone.advantages, found.advantages[batch.sequence_index == s])
-        assert torch.equal(alone.columns[RETURNS], found.columns[RETURNS][batch.sequence_index == s])
+        assert torch.equal(alone.advantages, result.advantages[batch.sequence_index == s])
+        assert torch.equal(alone.columns[RETURNS], result.columns[RETURNS][batch.sequence_index == s])
 
 
 def test_by_hand(toolbox):
@@ -56,9 +56,9 @@ def test_by_hand(toolbox):
     # A_2 = 3 - 2 = 1; A_1 = (2 - 1) + 1/2 = 1.5
     batch = toolbox.make_batch([[1, 2, 3]], rewards=[3.0]).with_column(VALUES, torch.tensor([1.0, 2.0, 0.0]))
     actor = PPOActor(toolbox.TableEngine(), config(discount=1.0, gae_length_alpha=1.0), critic_lambda=1.0)
-    found = actor.with_advantages(batch)
-    assert found.advantages.tolist() == [1.5, 1.0, 0.0]
-    assert found.columns[RETURNS].tolist() == [3.0, 3.0, 0.0]
+    result = actor.with_advantages(batch)
+    assert result.advantages.tolist() == [1.5, 1.0, 0.0]
+    assert result.columns[RETURNS].tolist() == [3.0, 3.0, 0.0]
 
 
 def test_lambda_by_hand():
@@ -76,23 +76,23 @@ def test_one_lambda_for_all_equals_one_each():
     generator = torch.Generator().manual_seed(0)
     rewards = torch.randn(9, generator=generator)
     mask, index = torch.ones(9, dtype=torch.bool), torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 2])
-    one = generalised_advantages(rewards, None, mask, index, 3, discount=0.9, gae_lambda=0.7)
+    subject = generalised_advantages(rewards, None, mask, index, 3, discount=0.9, gae_lambda=0.7)
     each = generalised_advantages(
         rewards, None, mask, index, 3, discount=0.9, gae_lambda=torch.full((3,), 0.7, dtype=torch.float64)
     )
-    assert torch.allclose(one.advantages, each.advantages, atol=1e-6)
+    assert torch.allclose(subject.advantages, each.advantages, atol=1e-6)
 
 
 def test_what_has_no_effect_is_listed(toolbox):
     def unused(**options):
-        return [one.path for one in options_without_effect(config(**options))]
+        return [item.path for item in options_without_effect(config(**options))]
 
     assert unused(gae_lambda=0.9, gae_length_alpha=0.1) == ["gae_lambda"]
     assert unused(adv_estimator="reinforce", gae_length_alpha=0.1) == ["gae_length_alpha"]
     assert unused(gae_length_alpha=0.05) == []
     batch = toolbox.make_batch([[1, 2, 3]], rewards=[1.0])
-    plain, given = (
+    plain, inputs = (
         PPOActor(toolbox.TableEngine(), config(adv_estimator="reinforce", **options)).with_advantages(batch)
         for options in ({}, {"gae_length_alpha": 0.1})
     )
-    assert torch.equal(plain.advantages, given.advantages)
+    assert torch.equal(plain.advantages, inputs.advantages)

@@ -78,8 +78,8 @@ def codes_of(config):
 
 
 def test_a_usable_row_has_its_prompt_and_no_problem(config_of):
-    found = try_first_row(config_of())
-    assert (found.prompt, found.num_tokens, found.problems, found.warnings) == ("2+2=", 4, [], [])
+    result = try_first_row(config_of())
+    assert (result.prompt, result.num_tokens, result.problems, result.warnings) == ("2+2=", 4, [], [])
 
 
 @pytest.mark.parametrize(
@@ -99,21 +99,21 @@ def test_the_time_of_the_reward_functions_is_that_of_a_train_step(config_of, mon
 
 
 def test_a_reward_whose_module_cannot_be_imported_is_a_problem(config_of, tmp_path):
-    found = try_first_row(config_of("", reward=RewardConfig(fns={f"{tmp_path / 'broken.py'}:good": 1.0})))
-    assert [problem.code for problem in found.problems] == ["reward.cannot_load"]
-    assert "missing_module_of_a_test" in found.problems[0].message
+    result = try_first_row(config_of("", reward=RewardConfig(fns={f"{tmp_path / 'broken.py'}:good": 1.0})))
+    assert [problem.code for problem in result.problems] == ["reward.cannot_load"]
+    assert "missing_module_of_a_test" in result.problems[0].message
 
 
 @pytest.mark.parametrize(("column", "count"), [("images", 1), ("pictures", 0)])
 def test_a_row_whose_images_the_workflow_does_not_give_to_the_model_is_a_warning(config_of, column, count):
-    found = try_first_row(config_of(rows=({"prompt": "2+2=", "answer": "4", column: ["a.png"]},)))
-    assert (len(found.warnings), found.problems) == (count, [])
+    result = try_first_row(config_of(rows=({"prompt": "2+2=", "answer": "4", column: ["a.png"]},)))
+    assert (len(result.warnings), result.problems) == (count, [])
 
 
 def test_a_reward_that_raises_for_the_dummy_answer_is_a_warning(config_of):
-    found = try_first_row(config_of("raises"))
-    assert found.problems == []
-    (warning,) = found.warnings
+    result = try_first_row(config_of("raises"))
+    assert result.problems == []
+    (warning,) = result.warnings
     assert "ValueError" in warning
 
 
@@ -139,17 +139,17 @@ def test_a_map_fn_that_raises_is_a_problem(config_of, tmp_path):
 
 def test_a_workflow_that_cannot_be_made_is_a_problem(config_of, tmp_path):
     (tmp_path / "own.py").write_text("class Own:\n    def __init__(self):\n        raise ValueError('no')\n")
-    found = try_first_row(config_of(workflow=f"{tmp_path / 'own.py'}:Own"))
-    assert [problem.code for problem in found.problems] == ["launch.first_row"]
-    assert "own.py:3" in found.problems[0].message
+    result = try_first_row(config_of(workflow=f"{tmp_path / 'own.py'}:Own"))
+    assert [problem.code for problem in result.problems] == ["launch.first_row"]
+    assert "own.py:3" in result.problems[0].message
 
 
 def test_a_model_that_the_hub_does_not_have_is_a_problem(config_of, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    found = try_first_row(config_of(model="no-such-owner/no-such-model"))
-    assert [problem.code for problem in found.problems] == ["model.not_found"]
-    assert "actor.path" in found.problems[0].message
+    result = try_first_row(config_of(model="no-such-owner/no-such-model"))
+    assert [problem.code for problem in result.problems] == ["model.not_found"]
+    assert "actor.path" in result.problems[0].message
 
 
 def test_a_held_out_set_without_the_columns_of_the_reward_is_refused(config_of, tmp_path):
@@ -191,8 +191,8 @@ def test_the_first_prompt_of_tools_is_the_row_with_the_tools_and_other_agents_ha
     path.write_text(AGENT)
     tools = config_of(workflow="agent", workflow_args={"tools": [f"{path}:stock"]})
     assert agent_prompt(tools, {"prompt": "gdi?"}).text == "['stock']<s>user\ngdi?<e>\n<s>assistant\n"
-    own = config_of(workflow="agent", workflow_args={"agent": f"{path}:run"})
-    assert agent_prompt(own, {"prompt": "gdi?"}) is None
+    ours = config_of(workflow="agent", workflow_args={"agent": f"{path}:run"})
+    assert agent_prompt(ours, {"prompt": "gdi?"}) is None
     command = config_of(workflow="agent", workflow_args={"command": ["true"]})
     assert agent_prompt(command, {"prompt": "gdi?"}) is None
 
@@ -243,9 +243,9 @@ def test_an_agent_that_gives_no_reward_is_warned_of_where_no_function_does(confi
     path.write_text(f"async def run(row, client, session):\n    {body}\n")
     for reward_fn in ("", "good"):
         config = config_of(reward_fn, workflow="agent", workflow_args={"agent": f"{path}:run"})
-        found = try_first_row(config)
-        assert found.problems == []
-        assert any("session.reward()" in text for text in found.warnings) == (warns and not reward_fn)
+        result = try_first_row(config)
+        assert result.problems == []
+        assert any("session.reward()" in text for text in result.warnings) == (warns and not reward_fn)
 
 
 @pytest.mark.parametrize("mode", ["auto", "adapter"])

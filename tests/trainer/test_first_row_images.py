@@ -37,7 +37,7 @@ def try_row(tmp_path):
         path.write_text(json.dumps({"prompt": prompt, "images": files}) + "\n")
         if in_parquet:  # as the datasets of the hub have them
             pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-            path, row = tmp_path / "rows.parquet", {"prompt": prompt, "images": [{"bytes": one} for one in images]}
+            path, row = tmp_path / "rows.parquet", {"prompt": prompt, "images": [{"bytes": image} for image in images]}
             parquet.write_table(pa.Table.from_pylist([row]), path)
         config = PPOConfig(
             experiment_name="e",
@@ -58,15 +58,15 @@ def try_row(tmp_path):
 
 
 def test_a_usable_image_has_no_problem(try_row):
-    found = try_row([png()], "<image>ab")
-    assert (found.problems, found.warnings) == ([], [])
-    assert found.num_tokens > 3
+    result = try_row([png()], "<image>ab")
+    assert (result.problems, result.warnings) == ([], [])
+    assert result.num_tokens > 3
 
 
 def test_images_may_be_bytes_which_the_reward_does_not_get(try_row):
-    found = try_row([png()], "<image>ab", in_parquet=True)
-    assert (found.problems, found.warnings) == ([], [])
-    assert found.num_tokens > 3
+    result = try_row([png()], "<image>ab", in_parquet=True)
+    assert (result.problems, result.warnings) == ([], [])
+    assert result.num_tokens > 3
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")

@@ -43,9 +43,9 @@ def make(toolbox):
             self.resets = []
 
         def outputs(self, batch):
-            found = super().outputs(batch)
+            result = super().outputs(batch)
             if self.candidates is None:
-                return found
+                return result
             distribution = self.table[batch.input_ids].log_softmax(-1)
             ids = batch.columns.get(CANDIDATE_IDS)
             if ids is None:
@@ -53,15 +53,15 @@ def make(toolbox):
                 ids = distribution.topk(self.candidates or toolbox.VOCABULARY, dim=-1).indices
                 if self.candidates == 0:
                     ids = torch.arange(toolbox.VOCABULARY).expand_as(ids)
-            return replace(found, candidate_ids=ids, candidate_logprobs=distribution.gather(-1, ids))
+            return replace(result, candidate_ids=ids, candidate_logprobs=distribution.gather(-1, ids))
 
         def forward(self, batch):
             assert PROX_CANDIDATES not in batch.columns, "no pass reads them: they would only travel"
             plain = super().forward(batch)
             with torch.no_grad():
-                found = self.outputs(batch)
-            logprobs = None if found.candidate_logprobs is None else found.candidate_logprobs.float()
-            return replace(plain, candidate_ids=found.candidate_ids, candidate_logprobs=logprobs)
+                actual = self.outputs(batch)
+            logprobs = None if actual.candidate_logprobs is None else actual.candidate_logprobs.float()
+            return replace(plain, candidate_ids=actual.candidate_ids, candidate_logprobs=logprobs)
 
         def weight_specs(self):
             return [WeightSpec(name="table", shape=list(self.table.shape), dtype="float64")]
@@ -288,14 +288,14 @@ def test_a_batch_is_penalised_with_the_coefficient_that_those_before_it_made(too
 
 def test_the_measure_decides_what_the_target_is_compared_with(toolbox, make):
     """Mean token 0.35, whole answer 0.7: a target of 0.5 lies between."""
-    found = {}
+    result = {}
     for measure in ("token-mean", "sequence-sum"):
         control = KLControlConfig(type="adaptive", target=0.5, horizon=20.0, measure=measure)
         _, _, actor, _ = make(config(kl_ctl=0.5, kl_control=control))
         batch = replace(toolbox.make_batch([[1, 2, 3]]), ref_logprobs=torch.tensor([-2.0, -1.7, 0.0]))
         actor.with_advantages(batch)
-        found[measure] = actor.state().coefficients["kl_ctl"]
-    assert found == {"token-mean": pytest.approx(0.5 * (1 - 0.2 / 20)), "sequence-sum": pytest.approx(0.5 * 1.01)}
+        result[measure] = actor.state().coefficients["kl_ctl"]
+    assert result == {"token-mean": pytest.approx(0.5 * (1 - 0.2 / 20)), "sequence-sum": pytest.approx(0.5 * 1.01)}
 
 
 def test_only_adaptive_coefficients_are_saved_and_they_continue(toolbox, make):

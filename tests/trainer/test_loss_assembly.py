@@ -48,16 +48,16 @@ def rich(toolbox):
         clamp = 0.0
 
         def outputs(self, batch):
-            found = super().outputs(batch)
+            result = super().outputs(batch)
             if self.critic:
-                return found
+                return result
             ends = torch.zeros_like(batch.loss_mask)
             ends[batch.cu_seqlens[1:].long() - 1] = True
             entropy = torch.where(ends, 0.0, entropies(self.table[batch.input_ids], 0))
             dropped = int(self.clamp * toolbox.VOCABULARY)
             clamped = torch.where(ends, 0.0, entropies(self.table[batch.input_ids], dropped))
             return TokenOutputs(
-                logprobs=found.logprobs,
+                logprobs=result.logprobs,
                 entropy=entropy.detach() if self.clamp else entropy,
                 clamped_entropy=clamped if self.clamp else None,
             )

@@ -59,8 +59,8 @@ def test_ranks_and_micro_batches_make_the_update_of_the_whole_batch(toolbox, bou
 
         def rank_main(rank, group=group, num_micro_batches=num_micro_batches):
             engine = toolbox.TableEngine(rank=rank, group=group, num_micro_batches=num_micro_batches)
-            share, found = step(engine, options, toolbox.select(batch, shares[rank]))
-            return engine, share, metric_values(reduce_metrics(found, engine))
+            share, actual = step(engine, options, toolbox.select(batch, shares[rank]))
+            return engine, share, metric_values(reduce_metrics(actual, engine))
 
         results = group.run(rank_main)
         for engine, _, values in results:
@@ -158,8 +158,8 @@ def test_bypass_mode_needs_no_forward_pass_and_no_cut(toolbox, options):
         return engine
 
     for engine in group.run(rank_main):
-        for found, expected in zip(engine.gradients, alone.gradients, strict=True):
-            assert torch.allclose(found, expected, rtol=0, atol=1e-9)
+        for actual, expected in zip(engine.gradients, alone.gradients, strict=True):
+            assert torch.allclose(actual, expected, rtol=0, atol=1e-9)
 
 
 def test_bypass_mode_equals_verl(toolbox):
@@ -211,13 +211,13 @@ def test_bypass_mode_refuses_what_it_cannot_do(options, path):
     ],
 )
 def test_the_short_forms_are_settings_of_the_section(toolbox, short, written_out):
-    found = []
+    result = []
     for options in (short, written_out):
         engine = toolbox.TableEngine()
         _, metrics = step(engine, config(**options), toolbox.random_batch(5, 8))
-        found.append((engine.gradients[0], metric_values(metrics)))
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
+        result.append((engine.gradients[0], metric_values(metrics)))
+    assert torch.equal(result[0][0], result[1][0])
+    assert result[0][1] == result[1][1]
     assert correction_of(config(**short)) == written_out["rollout_correction"]
 
 

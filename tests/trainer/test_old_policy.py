@@ -34,9 +34,9 @@ def stale_batch(toolbox, seed=0, count=9):
 
 def updated(actor, batch):
     batch = actor.with_prox_logprobs(batch)
-    batch, found = actor.with_correction(batch)
+    batch, result = actor.with_correction(batch)
     batch = actor.with_advantages(batch)
-    return actor.update(batch) | found
+    return actor.update(batch) | result
 
 
 def problems(**options):
@@ -83,15 +83,15 @@ def test_a_minibatch_knows_how_far_the_update_is(toolbox):
 
 def test_any_number_of_micro_batches_gives_the_same_update(toolbox):
     batch = stale_batch(toolbox, 1, 11)
-    found = []
+    result = []
     for num_micro_batches in (1, 3, 11):
         engine = toolbox.TableEngine(num_micro_batches=num_micro_batches)
         actor = PPOActor(engine, config(**GUESS, behav_imp_weight_cap=1.3, ppo_n_minibatches=3))
-        found.append((metric_values(updated(actor, batch)), engine.table.detach().clone()))
-    for values, table in found[1:]:
-        assert torch.allclose(table, found[0][1], rtol=0, atol=1e-9)
-        assert values == pytest.approx(found[0][0], abs=1e-6)
-    assert 0 < found[0][0]["actor/correction/masked"] < 1
+        result.append((metric_values(updated(actor, batch)), engine.table.detach().clone()))
+    for values, table in result[1:]:
+        assert torch.allclose(table, result[0][1], rtol=0, atol=1e-9)
+        assert values == pytest.approx(result[0][0], abs=1e-6)
+    assert 0 < result[0][0]["actor/correction/masked"] < 1
 
 
 def test_every_rank_reports_the_same_names_also_without_tokens(toolbox):
@@ -150,7 +150,7 @@ def test_on_a_straight_path_the_guess_beats_the_old_policy(toolbox):
 def test_what_cannot_work_is_refused_by_name(toolbox):
     for method in ("loglinear", "metrics"):
         assert not problems(prox_logp_method=method)
-        assert [one.path for one in options_without_effect(config(prox_logp_method=method))] == ["prox_logp_method"]
+        assert [item.path for item in options_without_effect(config(prox_logp_method=method))] == ["prox_logp_method"]
     assert not problems(**GUESS)
     assert not problems(recompute_logprob=True, prox_logp_method="loglinear")
     assert list(problems(**GUESS, m2_threshold=0.1)) == ["m2_threshold"]
@@ -195,8 +195,8 @@ def test_tokens_of_high_covariance_are_the_same_in_any_cut(toolbox, name):
 
     whole = toolbox.TableEngine()
     expected = metric_values(updated(PPOActor(whole, config(**options | {"ppo_n_minibatches": 1})), batch))
-    for found, table in group.run(rank_main):
-        assert found["actor/covariance_chosen_ratio"] == pytest.approx(expected["actor/covariance_chosen_ratio"])
+    for actual, table in group.run(rank_main):
+        assert actual["actor/covariance_chosen_ratio"] == pytest.approx(expected["actor/covariance_chosen_ratio"])
         assert torch.allclose(table, whole.table, rtol=0, atol=1e-9)
 
 

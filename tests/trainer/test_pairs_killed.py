@@ -100,10 +100,10 @@ def test_an_example_learns_and_a_killed_trainer_changes_nothing(fileroot, kind):
             second.terminate()
             second.wait(timeout=60)
     assert "recovered from" in killed.told()
-    expected, found = undisturbed.lines(), killed.lines()
-    assert [line["step"] for line in found] == list(range(61))  # before the first step there is an evaluation
+    expected, actual = undisturbed.lines(), killed.lines()
+    assert [line["step"] for line in actual] == list(range(61))  # before the first step there is an evaluation
     for name in [*LOGGED[kind], "grad_norm", "lr", "eval/loss", "eval/accuracy"]:
-        assert [line.get(name) for line in found] == [line.get(name) for line in expected], name
+        assert [line.get(name) for line in actual] == [line.get(name) for line in expected], name
     # the random weights decide in which order a pair is, but its scores are almost equal
     assert expected[0]["eval/loss"] == pytest.approx(math.log(2), abs=0.01)
     assert expected[0]["eval/accuracy"] < 0.8

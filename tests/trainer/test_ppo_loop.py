@@ -213,9 +213,9 @@ def test_each_step_is_reported_with_the_effective_sample_size_of_its_batch(start
     start(controller, use_decoupled_loss=has_ratios)
     lines = RunPaths(tmp_path / "test" / "run").metrics.read_text().splitlines()
     logged = [json.loads(line).get("batch/mismatch/ess_token") for line in lines]
-    found = [said[3] for said in controller.told if said[0] == "consumed"]
-    assert found == logged
-    assert [value is not None and 0 < value < 1 for value in found] == [has_ratios] * 3
+    result = [said[3] for said in controller.told if said[0] == "consumed"]
+    assert result == logged
+    assert [value is not None and 0 < value < 1 for value in result] == [has_ratios] * 3
 
 
 def test_the_next_batch_is_requested_while_the_servers_install_the_weights_which_do_not_change_before(start):

@@ -81,11 +81,11 @@ def measured(control, batch, *, rank=0, step=3, **gconfig):
 
 def test_the_parts_of_a_row_by_hand():
     control = Control()
-    found = measured(control, batch_of())
+    result = measured(control, batch_of())
     assert control.asked == [(3, 0, [([10, 11, 12, 13], 2)])]
     # Numerics -2 + 2.25 = .25 for both tokens. Token 2, of an older version: -1 + 1.5 - .25 = .25 of staleness. Token
     # 3, of this version: -1 + .75 - .25 = -.5, more than rounding: drift.
-    means = {name: metric.value for name, metric in found.items()}
+    means = {name: metric.value for name, metric in result.items()}
     assert means == pytest.approx(
         {
             "numerics": 0.25, "staleness": 0.125, "drift": -0.25, "sampling": 0.0, "whole": 0.125,
@@ -98,9 +98,9 @@ def test_the_parts_of_a_row_by_hand():
 
 def test_the_likeliest_tokens_are_asked_for_where_the_sampler_leaves_tokens_out():
     control = Control(top=[[(5, np.log(0.6)), (6, np.log(0.3))]])
-    found = measured(control, batch_of(), top_p=0.8)
+    result = measured(control, batch_of(), top_p=0.8)
     assert control.asked[0][1] == 64
-    assert found["sampling"].value == pytest.approx(np.log(0.9))
+    assert result["sampling"].value == pytest.approx(np.log(0.9))
 
 
 def test_only_rank_0_asks_and_every_rank_computes():
@@ -113,8 +113,8 @@ def test_only_rank_0_asks_and_every_rank_computes():
 
 
 def test_without_an_answer_of_the_servers_nothing_is_measured():
-    found = measured(Control(answers=False), batch_of())
-    assert {metric.count for metric in found.values()} == {0}
+    result = measured(Control(answers=False), batch_of())
+    assert {metric.count for metric in result.values()} == {0}
 
 
 def test_four_rows_of_the_steps_that_are_due():
@@ -135,9 +135,9 @@ def test_rows_with_images_are_left_out():
 def test_long_rows_are_cut_and_rows_that_are_trained_late_are_left_out(monkeypatch):
     monkeypatch.setattr(ratio_causes, "_TOKENS", 3)
     control = Control()
-    found = measured(control, batch_of())
+    result = measured(control, batch_of())
     assert control.asked == [(3, 0, [([10, 11, 12], 2)])]
-    assert {metric.count for metric in found.values()} == {1}
+    assert {metric.count for metric in result.values()} == {1}
     monkeypatch.setattr(ratio_causes, "_TOKENS", 2)
     assert ratio_causes.chosen_rows(batch_of()) == []
 

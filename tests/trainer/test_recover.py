@@ -302,8 +302,8 @@ def test_a_checkpoint_ahead_of_the_ledger_is_set_aside(make_store, tmp_path):
 def test_a_checkpoint_that_the_ledger_knows_is_used(make_store, tmp_path, newest_step):
     for step in (2, 4):
         make_store(tmp_path).save(point(step))
-    found = make_store(tmp_path).start_from(after_failure=True, newest_step=lambda: newest_step)
-    assert found == tmp_path / "step-000004"
+    result = make_store(tmp_path).start_from(after_failure=True, newest_step=lambda: newest_step)
+    assert result == tmp_path / "step-000004"
 
 
 def test_with_checkpoints_ahead_of_the_ledger_only_nothing_is_changed(make_store, tmp_path):

@@ -127,7 +127,7 @@ def test_a_recovery_save_killed_at_any_moment_leaves_an_intact_checkpoint(killer
         assert running.start_from(after_failure=True) == folder / "step-000002"
         return lambda: running.save(point(3))
 
-    found = set()
+    result = set()
     for _ in killer.kill_at_each_operation(prepare):
         assert damage_of(folder / "step-000002") == ""
         if damaged is None:
@@ -135,11 +135,11 @@ def test_a_recovery_save_killed_at_any_moment_leaves_an_intact_checkpoint(killer
         again = store_of(folder, engine)
         source = again.start_from(after_failure=True)
         assert source is not None
-        found.add(source.name)
+        result.add(source.name)
         assert again.load(source).step == int(source.name[-6:])
         again.save(point(4))
         assert names(folder) == sorted({source.name, "step-000004"})
-    assert found == {"step-000002", "step-000003"}
+    assert result == {"step-000002", "step-000003"}
 
 
 def test_an_export_killed_at_any_moment_shows_no_half_folder(killer, engine, tmp_path):

@@ -69,22 +69,22 @@ VERL = {
 @pytest.mark.parametrize("name", VERL)
 def test_advantages_equal_verl(toolbox, name):
     options, expected = VERL[name]
-    found = advantages(toolbox, five_answers(toolbox), **options)
-    assert found == pytest.approx(repeated(expected), abs=1e-5)
+    actual = advantages(toolbox, five_answers(toolbox), **options)
+    assert actual == pytest.approx(repeated(expected), abs=1e-5)
 
 
 def test_discounted_token_advantages_equal_verl(toolbox):
     """reinforce_plus_plus with gamma 0.9."""
     expected = [-0.652403721122, -0.644659631223, -0.636055086891, -0.722100530213, -0.722100530213, -0.408464889303]
     expected += [-0.373616484758, -0.334896035263, -0.291873313601, 0.998808336234, 1.756008237471, 2.031353656103]
-    found = advantages(toolbox, five_answers(toolbox), adv_estimator="reinforce_plus_plus", discount=0.9)
-    assert found == pytest.approx(expected, abs=1e-5)
+    actual = advantages(toolbox, five_answers(toolbox), adv_estimator="reinforce_plus_plus", discount=0.9)
+    assert actual == pytest.approx(expected, abs=1e-5)
 
 
 def test_population_std_equals_cosmos_rl(toolbox):
-    found = advantages(toolbox, five_answers(toolbox), **group_norm(std_unbiased=False, eps=1e-6))
+    actual = advantages(toolbox, five_answers(toolbox), **group_norm(std_unbiased=False, eps=1e-6))
     expected = [-0.462909847498, -0.925819694996, 1.388729572296, -0.999999821186, 0.999999821186]
-    assert found == pytest.approx(repeated(expected), abs=1e-6)
+    assert actual == pytest.approx(repeated(expected), abs=1e-6)
 
 
 @pytest.mark.parametrize(

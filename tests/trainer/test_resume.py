@@ -10,34 +10,34 @@ from tests import rank_processes
 from tests.trainer import resume_cases
 
 
-def check(found: dict[str, list[dict]], num_steps: int) -> None:
-    assert len(found["unbroken"]) == num_steps
-    for unbroken, resumed in zip(found["unbroken"], found["resumed"], strict=True):
+def check(result: dict[str, list[dict]], num_steps: int) -> None:
+    assert len(result["unbroken"]) == num_steps
+    for unbroken, resumed in zip(result["unbroken"], result["resumed"], strict=True):
         assert resumed["metrics"] == unbroken["metrics"]
         assert resumed["weights"] == unbroken["weights"]
         assert resumed["draws"] == unbroken["draws"]
         assert resumed["coefficients"] == unbroken["coefficients"]
-    first, last = found["unbroken"][0], found["unbroken"][-1]
+    first, last = result["unbroken"][0], result["unbroken"][-1]
     assert first["weights"] != last["weights"]
 
 
 def of_roles(weights: dict[str, int]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+    result: dict[str, dict[str, int]] = {}
     for key, checksum in weights.items():
         role, _, name = key.partition("/")
-        found.setdefault(role, {})[name] = checksum
-    return found
+        result.setdefault(role, {})[name] = checksum
+    return result
 
 
 @pytest.mark.parametrize(("kind", "dropout"), [("sft", 0.2), ("ppo", 0.0), ("kl", 0.2)])
 def test_one_rank(tmp_path, kind, dropout):
     resume_cases.write_model(tmp_path / "model", dropout=dropout)
-    found = resume_cases.run(kind, tmp_path / "model", tmp_path / "recover", TrainerMesh.open(None))
-    check(found, resume_cases.NUM_STEPS - resume_cases.CUT)
+    result = resume_cases.run(kind, tmp_path / "model", tmp_path / "recover", TrainerMesh.open(None))
+    check(result, resume_cases.NUM_STEPS - resume_cases.CUT)
     if kind == "kl":
-        coefficients = [facts["coefficients"] for facts in found["unbroken"]]
+        coefficients = [facts["coefficients"] for facts in result["unbroken"]]
         assert all(len({at[name] for at in coefficients}) == len(coefficients) for name in ("kl_ctl", "entropy_coef"))
-        fourth, fifth = (of_roles(facts["weights"]) for facts in found["unbroken"][1:])
+        fourth, fifth = (of_roles(facts["weights"]) for facts in result["unbroken"][1:])
         assert fourth["ref"] == fourth["actor"]  # reset after the fourth step, and not after the fifth
         assert fifth["ref"] == fourth["ref"] != fifth["actor"]
 
@@ -50,7 +50,7 @@ def test_a_killed_run_goes_on_as_one_that_was_not(tmp_path):
     process.join(timeout=250)
     assert process.exitcode == -signal.SIGKILL
     assert sorted(path.name for path in (tmp_path / "recover").iterdir()) == ["step-000002", "step-000003"]
-    found = resume_cases.run(*arguments[:2], tmp_path / "other", TrainerMesh.open(None))
+    result = resume_cases.run(*arguments[:2], tmp_path / "other", TrainerMesh.open(None))
     resume_cases.seed_everything(99)
     mesh = TrainerMesh.open(None)
     life = resume_cases.KINDS["kl"](tmp_path / "model", mesh)
@@ -58,14 +58,14 @@ def test_a_killed_run_goes_on_as_one_that_was_not(tmp_path):
     batches = {step: resume_cases.batch_of(step, 0) for step in range(first, resume_cases.NUM_STEPS)}
     resumed = [resume_cases.facts_of(life, life.train(batch, step)) for step, batch in batches.items()]
     assert first == 3
-    check({"unbroken": found["unbroken"][1:], "resumed": resumed}, 2)
+    check({"unbroken": result["unbroken"][1:], "resumed": resumed}, 2)
 
 
 def test_two_ranks(tmp_path):
     resume_cases.write_model(tmp_path / "model", dropout=0.2)
     both = rank_processes.run_ranks(resume_cases.on_two_ranks, tmp_path)
     for kind in resume_cases.KINDS:
-        for found in both:
-            check(found[kind], resume_cases.NUM_STEPS - resume_cases.CUT)
-        draws = [found[kind]["resumed"][0]["draws"] for found in both]
+        for each in both:
+            check(each[kind], resume_cases.NUM_STEPS - resume_cases.CUT)
+        draws = [item[kind]["resumed"][0]["draws"] for item in both]
         assert draws[0] != draws[1]  # each rank went on with its own

@@ -34,11 +34,11 @@ def test_every_sequence_of_a_packed_batch_has_its_score(folder):
     rows = [side for pair in cases.make_pairs() for side in (pair.chosen, pair.rejected)]
     batch = cases.SFTTask(engine_of(folder, "actor"), cases.SFTOptions()).batch_of(rows)
     engine = engine_of(folder)
-    found = sequence_scores(engine, batch)
+    actual = sequence_scores(engine, batch)
     model = AutoModelForSequenceClassification.from_pretrained(folder / "reward").eval()
     with torch.no_grad():
         expected = torch.stack([model(torch.tensor([row.token_ids])).logits[0, 0] for row in rows])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(sequence_scores(engine, take(batch, [5, 0])), expected[[5, 0]], rtol=0, atol=1e-5)
     assert sequence_scores(engine, take(batch, [])).shape == (0,)
 

@@ -45,8 +45,8 @@ def config(**options):
 def test_the_score_of_the_last_token_is_added_by_hand(toolbox):
     # 1 + 0.5 * (1 + 2 + 3) = 4; 0 + 0.5 * (4 + 5) = 4.5
     batch = toolbox.make_batch([[1, 2, 3], [4, 5]], rewards=[1.0, 0.0])
-    found, metrics = RewardModel(SumOfTokens(), config(weight=0.5)).with_scores(batch)
-    assert found.rewards.tolist() == [4.0, 4.5]
+    result, metrics = RewardModel(SumOfTokens(), config(weight=0.5)).with_scores(batch)
+    assert result.rewards.tolist() == [4.0, 4.5]
     values = metric_values(metrics)
     assert values["reward_model/score"] == 7.5
     assert values["reward_model/score_max"] == 9
@@ -58,17 +58,17 @@ def test_answers_are_read_in_the_tokens_of_the_reward_model(toolbox):
     batch = toolbox.make_batch([[1, 2, 0], [3, 0]], rewards=[0.0, 0.0])
     engine = SumOfTokens()
     reward_model = RewardModel(engine, config(tokenizer_path="own"), recode=recoder(Letters(), Letters(offset=10)))
-    found, _ = reward_model.with_scores(batch)
+    result, _ = reward_model.with_scores(batch)
     assert engine.asked[0].input_ids.tolist() == [11, 12, 13]
     assert engine.asked[0].sequence_lengths == [2, 1]
-    assert found.rewards.tolist() == [23.0, 13.0]
+    assert result.rewards.tolist() == [23.0, 13.0]
 
 
 def test_a_share_without_sequences(toolbox):
     nothing = toolbox.select(toolbox.make_batch([[1, 2]], rewards=[1.0]), [])
     for recode in (None, recoder(Letters(), Letters())):
-        found, metrics = RewardModel(SumOfTokens(), config(), recode=recode).with_scores(nothing)
-        assert found.rewards.tolist() == []
+        result, metrics = RewardModel(SumOfTokens(), config(), recode=recode).with_scores(nothing)
+        assert result.rewards.tolist() == []
         assert set(metrics) == {f"reward_model/{n}" for n in ("score", "score_max", "score_min", "function_reward")}
 
 

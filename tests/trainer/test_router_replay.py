@@ -73,8 +73,8 @@ def test_the_trainer_has_the_log_probabilities_of_the_server(folders):
     assert unknown.nonzero().flatten().tolist() == (batch.cu_seqlens[1:] - 1).tolist()
     mask = batch.loss_mask
     for has_record, low, high in ((True, 0.0, 1e-5), (False, 1e-3, 10.0)):
-        found = cases.make_engine(trained, router_replay=has_record).forward(batch).logprobs
-        difference = (found - batch.rollout_logprobs)[mask].abs().max().item()
+        result = cases.make_engine(trained, router_replay=has_record).forward(batch).logprobs
+        difference = (result - batch.rollout_logprobs)[mask].abs().max().item()
         assert low <= difference < high
     assert mask.sum() == 4 * 2 * 12
     assert torch.isfinite(batch.rollout_logprobs).all()

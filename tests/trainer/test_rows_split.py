@@ -25,12 +25,12 @@ def whole(folder) -> dict:
     return {kind: cases.step_of(kind, folder / "models", TrainerMesh.open(None), cases.CUTS[0]) for kind in cases.KINDS}
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+def assert_same(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
     """`tolerance` is of the largest number where that is above 1: the gradients are differences of float32 weights."""
-    assert found.keys() == expected.keys()
+    assert result.keys() == expected.keys()
     largest = max(1.0, *(float(value.abs().max()) for value in expected.values()))
     for name, value in expected.items():
-        torch.testing.assert_close(found[name].float(), value.float(), rtol=0, atol=tolerance * largest, msg=name)
+        torch.testing.assert_close(result[name].float(), value.float(), rtol=0, atol=tolerance * largest, msg=name)
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
@@ -87,8 +87,8 @@ def test_accuracy_margin_and_rewards_are_of_the_pairs(folder, whole):
     model = cases.AutoModelForCausalLM.from_pretrained(folder / "models" / "policy", dtype=torch.float64)
     reference = cases.AutoModelForCausalLM.from_pretrained(folder / "models" / "reference", dtype=torch.float64)
     sums = {
-        (name, side): [sum(cases.slow_logprobs(one, getattr(pair, side))).item() for pair in cases.make_pairs()]
-        for name, one in (("own", model), ("ref", reference))
+        (name, side): [sum(cases.slow_logprobs(each, getattr(pair, side))).item() for pair in cases.make_pairs()]
+        for name, each in (("own", model), ("ref", reference))
         for side in ("chosen", "rejected")
     }
     rewards = {

@@ -32,13 +32,13 @@ def train(paths, first_step, rows, action="warn"):
     rules = AlarmsConfig(action=action).chosen()
     tracker = JsonlTracker(paths.metrics, first_step=first_step)
     alarms = RunAlarms(rules, paths, first_step=first_step)
-    found = []
+    result = []
     for step, row in enumerate(rows, start=first_step):
         tracker.log(step, row)
-        found += [(alarm.step, alarm.name) for alarm in alarms.look(step, row)]
+        result += [(alarm.step, alarm.name) for alarm in alarms.look(step, row)]
     tracker.close()
     alarms.close()
-    return found
+    return result
 
 
 def recorded(paths):
@@ -102,8 +102,8 @@ def test_metrics_contain_the_memory_of_every_process(toolbox, tmp_path):
     write_beats(RunPaths(tmp_path).alive, beats)
     after, _, _, records = make(toolbox.RankGroup(1), 0, tmp_path, no_hooks())
     after(LENGTH.info(0), {}, {})
-    found = {name: value for name, value in records.lines[0][1].items() if name.startswith("memory/")}
-    assert found == {"memory/server-0": 1.5}
+    result = {name: value for name, value in records.lines[0][1].items() if name.startswith("memory/")}
+    assert result == {"memory/server-0": 1.5}
 
 
 def test_groups_are_compared_only_where_the_advantages_need_them():

@@ -64,11 +64,11 @@ def test_a_row_names_its_images():
 @pytest.mark.parametrize(("every", "due"), [(3, [1, 3, 6]), (1, [1, 2, 3, 4, 5, 6]), (None, [])])
 def test_a_table_is_due_after_the_first_step_and_at_the_interval(monkeypatch, every, due):
     monkeypatch.setattr(sample_table, "load_tokenizer", lambda path: Letters())
-    found = []
-    tables = SampleTables(StatsLoggerConfig(samples_freq_steps=every), "model", lambda step, rows: found.append(step))
+    result = []
+    tables = SampleTables(StatsLoggerConfig(samples_freq_steps=every), "model", lambda step, rows: result.append(step))
     for step in range(1, 7):
         tables.add(step, share(1, 2))
-    assert found == due
+    assert result == due
 
 
 def test_without_a_tokenizer_there_is_one_warning_and_no_table(monkeypatch, caplog):

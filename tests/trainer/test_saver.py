@@ -73,16 +73,16 @@ class HubHandler(BaseHTTPRequestHandler):
             self.answer(200, {"url": f"{base}/me/model", "name": "me/model"})
         elif self.path.endswith("/preupload/main"):
             files = json.loads(body)["files"]
-            names = [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False} for one in files]
+            names = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
             self.answer(200, {"files": names})
         elif self.path.endswith("/commit/main"):
             hub.may_commit.wait(100)
             if hub.failures:
                 return self.answer(hub.failures.pop(0), {"error": "no"})
             lines = [json.loads(line) for line in body.splitlines()]
-            found = {line["value"]["path"]: line["value"] for line in lines if line["key"] == "file"}
+            result = {line["value"]["path"]: line["value"] for line in lines if line["key"] == "file"}
             title = next(line["value"]["summary"] for line in lines if line["key"] == "header")
-            texts = {name: base64.b64decode(one["content"]).decode() for name, one in found.items()}
+            texts = {name: base64.b64decode(item["content"]).decode() for name, item in result.items()}
             hub.commits.append({"": title, **texts})
             self.answer(200, {"commitUrl": f"{base}/me/model/commit/{'0' * 40}", "commitOid": "0" * 40})
         else:
@@ -109,16 +109,16 @@ class HubHandler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch):
-    found = Hub()
-    thread = threading.Thread(target=found.serve_forever, daemon=True)
+    result = Hub()
+    thread = threading.Thread(target=result.serve_forever, daemon=True)
     thread.start()
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{found.server_port}")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{result.server_port}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("areal.trainer.after_step._FIRST_PAUSE_S", 0.01)
     monkeypatch.setenv("HF_TOKEN", "hf_x")
-    yield found
-    found.shutdown()
-    found.server_close()
+    yield result
+    result.shutdown()
+    result.server_close()
     thread.join()
 
 
@@ -135,7 +135,7 @@ def test_exports_are_uploaded_during_the_training_and_again_after_a_failure(hub,
     saver.save(5, {}, is_last=True)
     saver.close()
     assert hub.commits == [{"": f"After {step} train steps", "config.json": f"step-{step:06d}"} for step in (2, 5)]
-    assert all(one.get("private") or one.get("visibility") == "private" for one in hub.created), hub.created
+    assert all(item.get("private") or item.get("visibility") == "private" for item in hub.created), hub.created
     assert saver.failed_uploads == 0
 
 

@@ -52,8 +52,8 @@ def test_squares_of_float32_are_exact():
     both = sum(round(Fraction(float(d)) ** 2 * 2**40) for d in values)
     for excess, expected in ((0, [True, True]), (1, [True, False])):
         threshold = (both / 2 - excess) / 2**40
-        found = second_moment_kept(values, torch.ones(2, dtype=torch.bool), threshold, reduce=identity_reduce)
-        assert found.tolist() == expected
+        actual = second_moment_kept(values, torch.ones(2, dtype=torch.bool), threshold, reduce=identity_reduce)
+        assert actual.tolist() == expected
 
 
 def test_equal_squares_go_together():
@@ -114,11 +114,11 @@ def test_ranks_that_are_threads_find_what_one_list_would(toolbox, seed, num_rank
         mine = owner == rank
         return second_moment_kept(gaps[mine], mask[mine], threshold, reduce=reduce)
 
-    found = torch.zeros(num_tokens, dtype=torch.bool)
+    actual = torch.zeros(num_tokens, dtype=torch.bool)
     for rank, part in enumerate(group.run(rank_main)):
-        found[owner == rank] = part
+        actual[owner == rank] = part
     assert len(set(calls)) == 1
     assert calls[0] <= 5
     expected = by_sorting(gaps[mask].tolist(), threshold)
-    assert found[mask].tolist() == expected
-    assert not found[~mask].any()
+    assert actual[mask].tolist() == expected
+    assert not actual[~mask].any()

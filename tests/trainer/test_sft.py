@@ -53,13 +53,13 @@ def test_held_out_loss_is_the_mean_over_all_tokens_however_it_is_cut(toolbox, nu
     group = toolbox.RankGroup(num_ranks)
     engines = [toolbox.TableEngine(rank=rank, group=group) for rank in range(num_ranks)]
     tasks = [SFTTask(engine, options(aggregation)) for engine in engines]
-    found = group.run(lambda rank: evaluate(tasks[rank], ROWS, rows_at_once=rows_at_once))
+    actual = group.run(lambda rank: evaluate(tasks[rank], ROWS, rows_at_once=rows_at_once))
     table = engines[0].table.detach()
     expected = {
         "eval/loss": pytest.approx(float(expected_loss(table, ROWS, aggregation)), rel=1e-5),
         "eval/perplexity": pytest.approx(expected_perplexity(table, ROWS), rel=1e-5),
     }
-    assert found == [expected] * num_ranks
+    assert actual == [expected] * num_ranks
     assert {engine.num_forwards for engine in engines} == {-(-len(ROWS) // rows_at_once)}
 
 
@@ -76,11 +76,11 @@ def test_a_step_descends_the_loss_of_the_whole_batch(toolbox, num_ranks, num_mic
     table = engines[0].table.detach().clone().requires_grad_()
     expected = expected_loss(table, rows, aggregation)
     expected.backward()
-    found = group.run(lambda rank: tasks[rank].update(tasks[rank].batch_of(share_of(tasks[rank], rows))))
+    actual = group.run(lambda rank: tasks[rank].update(tasks[rank].batch_of(share_of(tasks[rank], rows))))
     for engine in engines:
         torch.testing.assert_close(engine.gradients[0], table.grad, rtol=0, atol=1e-6)
-    assert len({tuple(sorted(metrics)) for metrics in found}) == 1
-    total, count = (sum(getattr(m["loss"], name) for m in found) for name in ("total", "count"))
+    assert len({tuple(sorted(metrics)) for metrics in actual}) == 1
+    total, count = (sum(getattr(m["loss"], name) for m in actual) for name in ("total", "count"))
     assert total / count == pytest.approx(expected.item(), rel=1e-5)
 
 
@@ -89,10 +89,10 @@ def test_a_worked_number(toolbox):
     engine = toolbox.TableEngine()
     with torch.no_grad():
         engine.table.zero_()
-    found = {a: evaluate(SFTTask(engine, options(a)), ROWS[:2], rows_at_once=2) for a in AGGREGATIONS}
+    result = {a: evaluate(SFTTask(engine, options(a)), ROWS[:2], rows_at_once=2) for a in AGGREGATIONS}
     log6 = 1.791759469
-    assert [found[a]["eval/loss"] for a in AGGREGATIONS] == pytest.approx([log6, 2 * log6, log6, 4 / 14 * log6])
-    assert found["token-mean"]["eval/perplexity"] == pytest.approx(6.0)
+    assert [result[a]["eval/loss"] for a in AGGREGATIONS] == pytest.approx([log6, 2 * log6, log6, 4 / 14 * log6])
+    assert result["token-mean"]["eval/perplexity"] == pytest.approx(6.0)
 
 
 def test_an_empty_mask_is_no_division_by_zero(toolbox):

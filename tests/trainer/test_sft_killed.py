@@ -120,8 +120,8 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
         root = psutil.Process(process.pid)
         root.suspend()  # it starts no process meanwhile
         tree = root.children(recursive=True)
-        for one in [*tree, root]:
-            one.kill()
+        for item in [*tree, root]:
+            item.kill()
     process.wait()
     psutil.wait_procs(tree, timeout=30)
 
@@ -159,16 +159,16 @@ def test_a_run_killed_again_and_again_equals_the_undisturbed_one(folder, allocat
             cuts.append((kind, killed.last_step(), (recover / "next").exists()))
     assert len(cuts) >= len(kills) - 1, cuts
     killed.finish()
-    expected, found = undisturbed.lines(), killed.lines()
-    assert [line["step"] for line in found] == list(range(1, NUM_STEPS + 1))
+    expected, actual = undisturbed.lines(), killed.lines()
+    assert [line["step"] for line in actual] == list(range(1, NUM_STEPS + 1))
     for name in ("loss", "grad_norm", "lr", "epoch", "eval/loss"):
-        assert [line.get(name) for line in found] == [line.get(name) for line in expected], (name, cuts)
+        assert [line.get(name) for line in actual] == [line.get(name) for line in expected], (name, cuts)
     assert killed.exports() == undisturbed.exports()
     assert sorted(path.name for path in recover.iterdir()) == [f"step-{NUM_STEPS - 2:06d}", f"step-{NUM_STEPS:06d}"]
     AutoModelForCausalLM.from_pretrained(exports / f"step-{NUM_STEPS:06d}")
 
     logs = {path: path.read_bytes() for path in killed.root.glob("logs/*.log")}
     killed.finish()  # the same command on a finished run starts no trainer
-    assert killed.lines() == found
+    assert killed.lines() == actual
     assert {path: path.read_bytes() for path in killed.root.glob("logs/*.log")} == logs
     print(cuts)  # noqa: T201 - where the kills fell, for -s

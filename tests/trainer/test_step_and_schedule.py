@@ -112,7 +112,7 @@ def test_the_loop_tells_every_role_its_step_and_filters_before_it_computes(toolb
         progress=Progress(TrainingLength(steps_per_epoch=9, total_steps=9), start_step=7), clock=clock,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, clock.active():
-        patch.setattr(ppo_loop, "to_train_batch", lambda given: batch)
+        patch.setattr(ppo_loop, "to_train_batch", lambda inputs: batch)
         loop.run()
     before = ["filters", "prox", "values", "correction", "advantages"]
     update = ["resampling", "actor", "served", "critic", "after update"]

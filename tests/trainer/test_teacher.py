@@ -59,15 +59,15 @@ def test_a_teacher_equal_to_the_policy_changes_nothing(toolbox):
 def test_learning_from_the_teacher_alone_lowers_the_divergence(toolbox, options):
     config = teacher_config(rl_weight=0.0, **options)
     engine, teacher_engine = toolbox.TableEngine(lr=0.5), another_table(toolbox)
-    found = []
+    result = []
     for _ in range(6):
         actor, batch, metrics = prepared(
             toolbox, engine, toolbox.random_batch(2, 40), config, teacher_engine=teacher_engine
         )
         actor.update(batch)
-        found.append(metric_values(metrics)["teacher/kl"])
-    assert found == sorted(found, reverse=True)
-    assert found[-1] < 0.9 * found[0]
+        result.append(metric_values(metrics)["teacher/kl"])
+    assert result == sorted(result, reverse=True)
+    assert result[-1] < 0.9 * result[0]
 
 
 def test_the_loss_term_has_the_gradient_of_its_estimator(toolbox):
@@ -82,16 +82,16 @@ def test_the_loss_term_has_the_gradient_of_its_estimator(toolbox):
 
 def test_any_cut_gives_the_same_gradient_and_names(toolbox):
     batch, config = toolbox.random_batch(4, 9), teacher_config(loss_coef=0.5)
-    found = []
+    result = []
     for count in (1, 3, 11):
         engine = toolbox.TableEngine(num_micro_batches=count)
         actor, ready, _ = prepared(toolbox, engine, batch, config, teacher_engine=another_table(toolbox))
         metrics = actor.update(ready)
-        found.append((engine.gradients[0], metric_values(metrics)))
-    for gradient, values in found[1:]:
-        assert torch.allclose(gradient, found[0][0], rtol=0, atol=1e-9)
-        assert values == pytest.approx(found[0][1], abs=1e-6)
-    assert "actor/teacher_loss" in found[0][1]
+        result.append((engine.gradients[0], metric_values(metrics)))
+    for gradient, values in result[1:]:
+        assert torch.allclose(gradient, result[0][0], rtol=0, atol=1e-9)
+        assert values == pytest.approx(result[0][1], abs=1e-6)
+    assert "actor/teacher_loss" in result[0][1]
 
 
 def test_a_rank_without_sequences_reports_the_same_names(toolbox):
@@ -115,7 +115,7 @@ def test_numbers_that_are_not_finite_stop_the_run(toolbox):
 
 def test_a_teacher_without_effect_is_refused():
     assert "advantage_coef" in {path for path, *_ in teacher_config(advantage_coef=0.0).problems()}
-    assert [one.path for one in options_without_effect(teacher_config(loss_estimator="k3"))] == ["loss_estimator"]
+    assert [item.path for item in options_without_effect(teacher_config(loss_estimator="k3"))] == ["loss_estimator"]
     assert not list(teacher_config().problems())
 
 

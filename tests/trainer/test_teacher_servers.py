@@ -180,8 +180,8 @@ async def test_a_server_that_hangs_does_not_hold_up_the_other_one(teacher):
         address = f"127.0.0.1:{hung.getsockname()[1]}"
         both = config(address, teacher.address, server_timeout_s=4.0)
         servers = TeacherServers(both.servers[0], both)
-        found = await asyncio.gather(*(servers.scores([1, 8], 1) for _ in range(200)))
-        assert [scores.logprobs for scores in found] == [[-1.0]] * 200
+        result = await asyncio.gather(*(servers.scores([1, 8], 1) for _ in range(200)))
+        assert [scores.logprobs for scores in result] == [[-1.0]] * 200
         servers.close()
         assert "did not answer" in await asyncio.to_thread(teacher_problem, config(address, server_timeout_s=0.1))
 
@@ -216,10 +216,10 @@ async def test_a_teacher_with_other_tokens_is_compared_by_spans(teacher, tmp_pat
     ).trajectories
     assert unscored.columns[TEACHER_LOGPROBS].tolist() == [0.0, of["<eos>"]]
     unended = replace(trajectory([3, 0, 0], [0, 1, 1]), rollout_logprobs=[0.0, -0.5, -2.0])
-    [own] = (
+    [local] = (
         await TaughtWorkflow(Episodes(unended), workflow._config, ours).arun_episode(None, {"prompt": "d"})
     ).trajectories
-    assert own.columns[TEACHER_LOGPROBS].tolist() == [0.0, -0.5, of["<eos>"]]
+    assert local.columns[TEACHER_LOGPROBS].tolist() == [0.0, -0.5, of["<eos>"]]
     several = TaughtWorkflow(
         Episodes(trajectory([3, 4, 5], [1, 0, 1])), config(teacher.address, tokenizer_path=str(tmp_path)), ours
     )

@@ -52,43 +52,43 @@ def test_outputs_and_gradients_are_those_of_all_scores(softcap, kind, max_scores
         mask = torch.ones(L, L, dtype=torch.bool).tril()
     elif name == "added":
         mask = masks()["each"]
-    given = {"causal": None, "whole": None, "added": torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)}
-    found = capped_attention(
-        query, key, value, given.get(name, mask), is_causal=name == "causal", scale=0.6, softcap=softcap, sinks=sinks,
+    passed = {"causal": None, "whole": None, "added": torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)}
+    actual = capped_attention(
+        query, key, value, passed.get(name, mask), is_causal=name == "causal", scale=0.6, softcap=softcap, sinks=sinks,
         max_scores=max_scores,
     )  # fmt: skip
     expected = slow(query, key, value, mask, 0.6, softcap, sinks)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     inputs = [query, key, value, *([] if sinks is None else [sinks])]
-    factors = torch.randn(found.shape, generator=g, dtype=torch.float64)
-    mine, theirs = (torch.autograd.grad((values * factors).sum(), inputs) for values in (found, expected))
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    factors = torch.randn(actual.shape, generator=g, dtype=torch.float64)
+    mine, theirs = (torch.autograd.grad((values * factors).sum(), inputs) for values in (actual, expected))
+    for item, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(item, other, rtol=0, atol=1e-12)
 
 
 def test_without_caps_and_sinks_it_is_the_attention_of_torch():
     query, key, value = (each[:, :, :5, :D].detach() for each in states())
-    found = capped_attention(query, key, value, is_causal=True)
+    actual = capped_attention(query, key, value, is_causal=True)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 def test_half_precision_has_scores_in_float32():
     query, key, value = (each.detach().bfloat16() for each in states())
-    found = capped_attention(query, key, value, softcap=0.7)
+    result = capped_attention(query, key, value, softcap=0.7)
     exact = capped_attention(query.double(), key.double(), value.double(), softcap=0.7)
-    assert found.dtype == torch.bfloat16
-    assert (found.double() - exact).abs().max() < 0.02
+    assert result.dtype == torch.bfloat16
+    assert (result.double() - exact).abs().max() < 0.02
 
 
 class Sizes(TorchDispatchMode):
     largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor):
-            self.largest = max(self.largest, found.untyped_storage().size() // found.itemsize)
-        return found
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.largest = max(self.largest, result.untyped_storage().size() // result.itemsize)
+        return result
 
 
 def test_memory_does_not_grow_with_the_square_of_the_length():
@@ -102,8 +102,8 @@ def test_memory_does_not_grow_with_the_square_of_the_length():
         return tensor
 
     with Sizes() as sizes, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        found = capped_attention(query, key, value, is_causal=True, softcap=2.0, sinks=sinks, max_scores=limit)
-        found.sum().backward()
+        result = capped_attention(query, key, value, is_causal=True, softcap=2.0, sinks=sinks, max_scores=limit)
+        result.sum().backward()
     states_size = value.numel()
     assert sizes.largest <= max(limit + N * H * length, states_size)
     assert sum(kept.values()) < 8 * states_size < N * H * length**2 / 4

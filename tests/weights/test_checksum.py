@@ -17,10 +17,10 @@ def weights(dtype=torch.float32):
 
 
 def checksum(tensors):
-    found = WeightsChecksum()
+    result = WeightsChecksum()
     for name, value in tensors.items():
-        found.add(name, value)
-    return found.hexdigest()
+        result.add(name, value)
+    return result.hexdigest()
 
 
 def flipped(tensor, place, bit):
@@ -93,9 +93,9 @@ class Engine:
 
 
 def test_the_weights_that_pass_are_unchanged_and_counted():
-    found = WeightsChecksum()
-    assert dict(found.adding(iter(weights().items()))).keys() == weights().keys()
-    assert found.hexdigest() == checksum(weights())
+    result = WeightsChecksum()
+    assert dict(result.adding(iter(weights().items()))).keys() == weights().keys()
+    assert result.hexdigest() == checksum(weights())
 
 
 def test_the_checksum_of_an_engine_is_on_rank_0_only():

@@ -156,9 +156,9 @@ def test_after_the_first_version_differences_are_sent(setup: Setup) -> None:
     for version in (2, 3, 4):
         step(setup.engine.model)
         assert setup.update(version) == [f"delta_v{version:06d}"]
-        found = values(setup.channel)
-        assert found["bytes"] == setup.copied[0][1]
-        assert found["share_of_full"] == found["bytes"] / full < 0.02
+        result = values(setup.channel)
+        assert result["bytes"] == setup.copied[0][1]
+        assert result["share_of_full"] == result["bytes"] / full < 0.02
     assert setup.machines.all[0].problems == [""] * 4
     assert setup.channel.publish(4) == checksum_of(setup.engine, FakeRanks())
     deltas = {path.name.partition("-")[0] for path in setup.channel._folder.glob("delta_*")}
@@ -199,11 +199,11 @@ def test_a_server_process_that_starts_again_uses_the_copies_of_the_one_before(se
 
 def test_every_fiftieth_version_is_copied_whole(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "FULL_EVERY", 4)
-    found: list[str] = []
+    result: list[str] = []
     for version in range(3, 10):
         step(setup.engine.model)
-        found += setup.update(version)
-    kinds = [name.partition("_")[0] for name in found]
+        result += setup.update(version)
+    kinds = [name.partition("_")[0] for name in result]
     assert kinds == ["whole", "whole", "delta", "delta", "delta", "whole", "delta"]
 
 
@@ -391,8 +391,8 @@ def test_when_the_differences_since_the_last_whole_version_are_as_large_the_next
     assert "v000008" < min(whole) < "v000014"
     setup.machines.all.append(Machine(tmp_path / "two", in_memory=setup.machines.all[0].in_memory))
     step(setup.engine.model)
-    found = setup.update(16)
-    assert found == ["delta_v000016", *(f"delta_v{number:06d}" for number in range(int(min(whole)[1:]) + 1, 17))]
+    result = setup.update(16)
+    assert result == ["delta_v000016", *(f"delta_v{number:06d}" for number in range(int(min(whole)[1:]) + 1, 17))]
 
 
 @over_disk

@@ -36,11 +36,11 @@ class Fleet(Replicas):
         return [name for name in self.live if self.versions[name] != version and name not in self.away]
 
     def _take_in(self, name: str, rank: int, update: WeightUpdate, errors: list[Exception]) -> None:
-        own = list[Exception]()
-        super()._take_in(name, rank, update, own)
-        self.codes += [error.code for error in own if isinstance(error, ArealError)]
-        errors += own
-        if not own:
+        ours = list[Exception]()
+        super()._take_in(name, rank, update, ours)
+        self.codes += [error.code for error in ours if isinstance(error, ArealError)]
+        errors += ours
+        if not ours:
             self.versions[name] = update.version
 
     def join(self, name: str, model: nn.Module) -> None:
@@ -162,12 +162,12 @@ def test_every_fiftieth_version_and_changed_weights_of_the_same_one_are_whole(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collective, "FULL_EVERY", 4)
-    found: list[bool] = []
+    result: list[bool] = []
     for version in (3, 4, 5, 6, 6, 7):
         step(setup.engine.model)
         setup.fleet.versions = dict.fromkeys(setup.fleet.versions, 0)
-        found.append(setup.update(version)[1])
-    assert found == [True, True, False, False, True, False]
+        result.append(setup.update(version)[1])
+    assert result == [True, True, False, False, True, False]
 
 
 def test_after_a_trainer_that_failed_while_it_took_weights_all_are_sent(

@@ -31,11 +31,11 @@ def test_every_stored_weight_is_a_view_of_the_parameter_that_contains_it(family,
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
     model.save_pretrained(tmp_path)
     stored, form = load_file(tmp_path / "model.safetensors"), StoredForm(model)
-    own = model.state_dict()
-    views = {name: view for key, value in own.items() for name, view in form.views(key, value)}
+    ours = model.state_dict()
+    views = {name: view for key, value in ours.items() for name, view in form.views(key, value)}
     assert views.keys() == stored.keys()
     assert all(torch.equal(views[name], value) for name, value in stored.items())
-    memory = {value.untyped_storage().data_ptr() for value in own.values()}
+    memory = {value.untyped_storage().data_ptr() for value in ours.values()}
     assert all(view.untyped_storage().data_ptr() in memory for view in views.values())
 
 

@@ -19,8 +19,8 @@ def test_several_ranks_write_the_files_that_one_would_hold(tmp_path, monkeypatch
         write_own_files(tmp_path, iter(weights.items()), files, rank, 3)
         assert {path.name for path in tmp_path.iterdir()} == {f for k, f in enumerate(files) if k % 3 <= rank}
     write_index(tmp_path, files, sizes)
-    found = stored_weights(tmp_path)
-    assert found.keys() == weights.keys()
+    result = stored_weights(tmp_path)
+    assert result.keys() == weights.keys()
     read = {name: value for file in files for name, value in load_file(tmp_path / file).items()}
     assert all(torch.equal(read[name], value) for name, value in weights.items())
 

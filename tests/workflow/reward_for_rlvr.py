@@ -16,5 +16,5 @@ def answer_reward(prompt, completion, prompt_ids, completion_ids, answer, images
     return float(completion == answer)
 
 
-def one(prompt, completion, prompt_ids, completion_ids, **row):
+def always_one(prompt, completion, prompt_ids, completion_ids, **row):
     return 1.0

@@ -31,7 +31,7 @@ GOOD = [{"messages": user("<image>a"), "images": [png(colour=number)]} for numbe
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 async def test_each_bad_row_fails_alone_and_nothing_is_lost(tmp_path):
     sampling = GenerationHyperparameters(n_samples=1, max_new_tokens=2, temperature=1e-3)
-    reward = f"{Path(__file__).parent / 'reward_for_rlvr.py'}:one"
+    reward = f"{Path(__file__).parent / 'reward_for_rlvr.py'}:always_one"
     workflow = VisionRLVRWorkflow(reward, sampling, TOKENIZER, images_for(tmp_path, max_images=3))
     fleet, files = rollout_kit.FakeFleet(), ImageFiles(tmp_path / "images")
     for code, row in BAD.items():

@@ -128,11 +128,11 @@ class TestWorkflow:
             return float(len(await generate(episode, conversation)))
 
         scored = await workflow_of(by_functions, n_samples=2).arun_episode(engine_of(["4<e>", "5<e>"]), ROW)
-        assert [one.reward for one in scored.trajectories] == [0.5, 0.0]
+        assert [trajectory.reward for trajectory in scored.trajectories] == [0.5, 0.0]
         assert scored.filter_rewards == [0.5, 0.0]
         assert scored.stats["num_turns"] == 1.0
-        own = await workflow_of(by_itself, n_samples=2).arun_episode(engine_of(["4<e>", "five<e>"]), ROW)
-        assert [one.reward for one in own.trajectories] == [1.0, 4.0]
+        ours = await workflow_of(by_itself, n_samples=2).arun_episode(engine_of(["4<e>", "five<e>"]), ROW)
+        assert [trajectory.reward for trajectory in ours.trajectories] == [1.0, 4.0]
 
     @pytest.mark.parametrize("wrong", [None, "1.0", {"score": 1.0}])
     async def test_a_reward_of_another_type_fails(self, workflow_of, engine_of, wrong):

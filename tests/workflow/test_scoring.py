@@ -37,10 +37,10 @@ async def test_the_reward_is_the_weighted_sum_and_every_function_is_a_metric(sco
     """The rewards are those of cosmos-rl 0.4.7, cosmos_rl/dispatcher/algo/reward.py Reward.compute_reward."""
     scorer = scorer_of(fns={LENGTH: 0.5, BANGS: -2.0})
     scores = await score(scorer, "ab", "abc!", "!!a")
-    assert [found.reward for found in scores] == [1.0, 0.0, -2.5]
+    assert [actual.reward for actual in scores] == [1.0, 0.0, -2.5]
     lengths, bangs = (2.0, 4.0, 3.0), (0.0, 1.0, 2.0)
     expected = [{"length": length, "bangs": count} for length, count in zip(lengths, bangs, strict=True)]
-    assert [found.metrics for found in scores] == expected
+    assert [actual.metrics for actual in scores] == expected
     assert scorer.stats({}, scores, reward=-0.5) == {"reward/length": 3.0, "reward/bangs": 1.0}
 
 
@@ -54,7 +54,7 @@ async def test_the_short_form_is_one_function_of_weight_one_without_metrics_of_i
 async def test_a_mapping_gives_the_score_and_further_numbers(scorer_of):
     scorer = scorer_of(fns={DETAILED: 2.0})
     scores = await score(scorer, "HO!", "a!b")
-    assert [found.reward for found in scores] == [6.0, 6.0]
+    assert [item.reward for item in scores] == [6.0, 6.0]
     assert scores[0].metrics == {"detailed": 3.0, "detailed/bangs": 1.0, "detailed/loud": 1.0}  # pred is no number
     assert scorer.stats({}, scores, reward=6.0)["reward/detailed/loud"] == 0.5
     short = scorer_of(DETAILED)
@@ -62,16 +62,16 @@ async def test_a_mapping_gives_the_score_and_further_numbers(scorer_of):
 
 
 async def test_what_a_function_logs_is_a_metric(scorer_of):
-    (found,) = await score(scorer_of(f"{FILE}:logging"), "a b c")
-    assert (found.reward, found.metrics) == (5.0, {"logging/spaces": 2.0})
+    (result,) = await score(scorer_of(f"{FILE}:logging"), "a b c")
+    assert (result.reward, result.metrics) == (5.0, {"logging/spaces": 2.0})
 
 
 async def test_filters_look_at_the_functions_named_for_them(scorer_of):
     filtered = await score(scorer_of(fns={LENGTH: 0.5, BANGS: 2.0}, filter_on=[BANGS]), "ab", "abc!")
-    assert [found.reward for found in filtered] == [1.0, 4.0]
-    assert [found.filter_reward for found in filtered] == [0.0, 2.0]
+    assert [item.reward for item in filtered] == [1.0, 4.0]
+    assert [item.filter_reward for item in filtered] == [0.0, 2.0]
     everything = await score(scorer_of(fns={LENGTH: 0.5, BANGS: 2.0}), "ab", "abc!")
-    assert [found.filter_reward for found in everything] == [1.0, 4.0]
+    assert [item.filter_reward for item in everything] == [1.0, 4.0]
 
 
 async def test_the_source_of_a_row_chooses_its_functions(scorer_of):
@@ -87,7 +87,7 @@ async def test_the_numbers_of_a_mapping_are_parts_of_each_answer(scorer_of, tmp_
     file = tmp_path / "mapped.py"
     file.write_text("def graded(prompt, completion, *ids, **row): return {'score': 1.0, 'form': len(completion)}")
     short = await score(scorer_of(f"{file}:graded"), "a", "bcd")
-    assert [found.parts for found in short] == [{"graded/form": 1.0}, {"graded/form": 3.0}]
+    assert [item.parts for item in short] == [{"graded/form": 1.0}, {"graded/form": 3.0}]
     (weighted,) = await score(scorer_of(fns={f"{file}:graded": 2.0}), "a")
     assert weighted.parts == weighted.metrics == {"graded": 1.0, "graded/form": 1.0}
 
@@ -146,11 +146,11 @@ async def test_a_failing_function_is_named_and_fails_the_episode_or_counts_zero(
         await score(scorer_of(fns=dict(list(fns.items())[:2])), "good", "bad")
     with caplog.at_level(logging.WARNING):
         scores = await score(scorer_of(fns=fns, on_error="zero", timeout_s=3.0), "good", "bad", "fine")
-    assert [found.reward for found in scores] == [4.0 + 110.0, 3.0, 4.0 + 110.0]
-    assert [found.num_errors for found in scores] == [0, 2, 0]
+    assert [item.reward for item in scores] == [4.0 + 110.0, 3.0, 4.0 + 110.0]
+    assert [item.num_errors for item in scores] == [0, 2, 0]
     assert scores[1].metrics == {"length": 3.0, "fails_on_bad": 0.0, "hangs_on_bad": 0.0}
     # verl 0.9.1, verl/workers/reward_manager/prime.py run_reward_scoring of a function that fails like fails_on_bad
-    assert [found.metrics["fails_on_bad"] for found in scores] == [1.0, 0.0, 1.0]
+    assert [item.metrics["fails_on_bad"] for item in scores] == [1.0, 0.0, 1.0]
     warnings = [text for text in caplog.messages if "count as 0" in text]
     assert sum("fails_on_bad" in text for text in warnings) == 1
     assert sum("hangs_on_bad" in text and "3 s" in text for text in warnings) == 1
@@ -161,7 +161,7 @@ async def test_a_failure_is_logged_once_for_each_function_and_way_to_fail(scorer
         fns={f"{FILE}:{name}": 1.0 for name in ("fails_on_bad", "fails_too", "nan_on_bad")}, on_error="zero"
     )
     with caplog.at_level(logging.WARNING):
-        assert [found.num_errors for found in await score(lenient, "bad", "bad", "bad")] == [3, 3, 3]
+        assert [item.num_errors for item in await score(lenient, "bad", "bad", "bad")] == [3, 3, 3]
     warnings = [text for text in caplog.messages if "count as 0" in text]
     names = sorted(text.split()[2].rpartition(":")[2] for text in warnings)
     assert names == ["fails_on_bad", "fails_too", "nan_on_bad"]

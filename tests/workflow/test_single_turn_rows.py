@@ -46,7 +46,7 @@ def test_rows_are_those_of_a_conversation(seed: int) -> None:
         conversation.add_answer(response)
         expected.append(conversation.to_trajectory(reward, reward_parts={"a": reward}, baseline=0.25))
     assert repr(rows) == repr(expected)  # NaN is not equal to itself
-    mine, theirs = (encode_episode(1, TrajectoryGroup(trajectories=found)) for found in (rows, expected))
+    mine, theirs = (encode_episode(1, TrajectoryGroup(trajectories=actual)) for actual in (rows, expected))
     assert mine.payload == theirs.payload
     assert mine.counts == theirs.counts
     assert group_stats(rows, num_errors=2)["output_tokens"] == sum(sum(row.loss_mask) for row in expected) / 7

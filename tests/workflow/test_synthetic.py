@@ -9,7 +9,7 @@ async def test_answers_have_the_drawn_lengths_and_do_not_end_early(tokenizer, en
     workflow = SyntheticWorkflow(gconfig, tokenizer, length="uniform(2,9)", prompt_length=5)
     engines = [engine_of(["abc"] * 3) for _ in range(3)]
     groups = [await workflow.arun_episode(engine, {"index": k}) for engine, k in zip(engines, (4, 4, 5), strict=True)]
-    requests = [[(one.input_ids, one.gconfig.max_new_tokens) for one in engine.requests] for engine in engines]
+    requests = [[(item.input_ids, item.gconfig.max_new_tokens) for item in engine.requests] for engine in engines]
     assert requests[0] == requests[1] != requests[2]
     for prompt_ids, length in requests[0]:
         assert len(prompt_ids) == 5
@@ -18,7 +18,7 @@ async def test_answers_have_the_drawn_lengths_and_do_not_end_early(tokenizer, en
         assert request.gconfig.ignore_eos
         assert request.gconfig.stop_token_ids == []
         assert request.gconfig.temperature == 0.5
-    rewards = [[one.reward for one in group.trajectories] for group in groups]
+    rewards = [[trajectory.reward for trajectory in group.trajectories] for group in groups]
     assert rewards[0] == rewards[1]
     assert {*rewards[0], *rewards[2]} <= {0.0, 1.0}
-    assert [sum(one.loss_mask) for one in groups[0].trajectories] == [3, 3, 3]
+    assert [sum(each.loss_mask) for each in groups[0].trajectories] == [3, 3, 3]

@@ -26,7 +26,7 @@ def made(tokenizer, *answers):
 
 @pytest.fixture
 def codes_of(tokenizer):
-    return lambda trajectory, responses: [one.code for one in remarks_on(trajectory, responses, tokenizer, {END})]
+    return lambda trajectory, responses: [item.code for item in remarks_on(trajectory, responses, tokenizer, {END})]
 
 
 def test_a_correct_trajectory_has_no_remark(tokenizer, codes_of):

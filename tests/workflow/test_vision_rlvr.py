@@ -27,7 +27,10 @@ async def test_requests_and_trajectories_refer_to_files_of_the_run(workflow, tmp
     (image,) = group.trajectories[0].images
     assert all(request.images == (image,) for request in engine.requests)
     assert list(engine.requests[0].input_ids) == [*ONE, 3]
-    assert [(one.images, one.reward) for one in group.trajectories] == [((image,), 1.0), ((image,), 0.0)]
+    assert [(trajectory.images, trajectory.reward) for trajectory in group.trajectories] == [
+        ((image,), 1.0),
+        ((image,), 0.0),
+    ]
     assert list(group.trajectories[0].token_ids) == [*ONE, 3, 4, 1]
     assert (tmp_path / "images" / image.sha256[:2] / f"{image.sha256}.png").is_file()
     text = await workflow.arun_episode(engine, {"messages": user("a"), "answer": "b"})

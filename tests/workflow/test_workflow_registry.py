@@ -182,5 +182,5 @@ async def test_the_direct_workflow_and_the_constructor_of_the_page_work(tokenize
     assert not isinstance(verdict_on(0, group, accept=accept, limits=limits), Rejected)
     equal = replace(group, trajectories=[group.trajectories[0]] * 2)
     assert isinstance(verdict_on(0, equal, accept=accept, limits=limits), Rejected)
-    assert [one.reward for one in group.trajectories] == [-6.0, -2.0]
+    assert [trajectory.reward for trajectory in group.trajectories] == [-6.0, -2.0]
     assert direct.for_evaluation(GenerationHyperparameters(n_samples=1)).gconfig.n_samples == 1

@@ -151,9 +151,9 @@ def test_the_prompt_before_an_answer_is_rendered_once(bridge, monkeypatch):
 def test_tokenizers_that_insert_spaces_or_strip_them(rstrip, prepend):
     """Metaspace inserts a space where a text begins, and a stripping end token takes the newline after it."""
     bridge = TemplateBridge(metaspace_tokenizer(templates.CHATML, rstrip=rstrip, prepend=prepend), TemplateScenario())
-    found = compare(bridge, num_dialogues=6, seed=2)
-    assert (found.num_different, found.gaps) == (0, {})
-    assert found.num_bridges > 10
+    result = compare(bridge, num_dialogues=6, seed=2)
+    assert (result.num_different, result.gaps) == (0, {})
+    assert result.num_bridges > 10
 
 
 def metaspace_tokenizer(template, *, rstrip, prepend):

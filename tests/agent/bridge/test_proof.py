@@ -31,9 +31,9 @@ def broken(bridge, *, max_answers=2):
 def test_proved_in_every_row_and_equal_to_the_full_rendering(name):
     bridge = bridge_of(getattr(templates, name))
     assert broken(bridge) == {}
-    found = compare(bridge, num_dialogues=8, seed=3)
-    assert (found.num_different, found.num_edits, found.gaps) == (0, 0, {})
-    assert found.num_bridges > 10
+    result = compare(bridge, num_dialogues=8, seed=3)
+    assert (result.num_different, result.num_edits, result.gaps) == (0, 0, {})
+    assert result.num_bridges > 10
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_the_shortest_dialogue_that_fails(name, thinking, first):
     bridge = bridge_of(getattr(templates, name), enable_thinking=thinking)
     rows = broken(bridge)
     assert {row: rows.get(row) for row in first} == first
-    found = compare(bridge, num_dialogues=4, seed=1)
-    assert found.num_different == found.num_edits == 0
-    assert {f"{shape} {following}" for shape, following in found.gaps} <= set(rows)
+    result = compare(bridge, num_dialogues=4, seed=1)
+    assert result.num_different == result.num_edits == 0
+    assert {f"{shape} {following}" for shape, following in result.gaps} <= set(rows)
 
 
 def test_thinking_that_only_a_question_strips_leaves_the_tool_loop():
@@ -126,7 +126,7 @@ def test_the_date_is_that_of_the_scenario():
     assert "Today is 29 Feb 2024." in bridge.template.render([{"role": "user", "content": "hi"}])
     other = bridge_of(templates.DATED, date=datetime.date(2024, 3, 1))
     assert bridge.template.digest != other.template.digest
-    undated = [bridge_of(templates.CHATML, date=one).template.digest for one in (day, datetime.date(2024, 3, 1))]
+    undated = [bridge_of(templates.CHATML, date=item).template.digest for item in (day, datetime.date(2024, 3, 1))]
     assert undated[0] == undated[1]
 
 

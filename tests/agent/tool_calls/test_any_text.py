@@ -32,12 +32,12 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS
 @given(text=TEXTS, in_reasoning=st.booleans())
 def test_any_text_is_split_and_what_it_calls_can_be_sent(style, text, in_reasoning):
     chosen = style_of(style, "<think></think>", ["<|end|>"])
-    found = split_answer(text, [1], chosen, tools=TOOLS, turn_id="t", in_reasoning=in_reasoning)
-    for call in found.tool_calls:
+    result = split_answer(text, [1], chosen, tools=TOOLS, turn_id="t", in_reasoning=in_reasoning)
+    for call in result.tool_calls:
         assert isinstance(json.loads(call.arguments), dict)
-    is_plain = not (found.tool_calls or found.reasoning or in_reasoning or "think>" in text)
+    is_plain = not (result.tool_calls or result.reasoning or in_reasoning or "think>" in text)
     if is_plain and style in ("none", "hermes", "qwen3_coder", "glm", "pythonic"):
-        assert found.text == text.replace("<|end|>", "")
+        assert result.text == text.replace("<|end|>", "")
 
 
 NAMES = st.from_regex(r"[A-Za-z0-9_.-]{1,20}", fullmatch=True)
@@ -101,6 +101,6 @@ def test_a_valid_call_comes_back_as_it_was(style, data):
     properties = {key: typed(value) for key, value in arguments.items()}
     tools = [{"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}]
     answer = written(style, name, arguments)
-    found = split_answer(answer, [1], style_of(style, ""), tools=tools, turn_id="t")
-    assert [(call.name, json.loads(call.arguments)) for call in found.tool_calls] == [(name, arguments)]
-    assert (found.text, found.num_malformed) == ("", 0)
+    result = split_answer(answer, [1], style_of(style, ""), tools=tools, turn_id="t")
+    assert [(call.name, json.loads(call.arguments)) for call in result.tool_calls] == [(name, arguments)]
+    assert (result.text, result.num_malformed) == ("", 0)

@@ -58,23 +58,23 @@ CASES = {
 
 @pytest.mark.parametrize("style", CASES)
 def test_two_calls_after_a_text(style):
-    found = split(CASES[style], style)
-    assert [(call.name, json.loads(call.arguments)) for call in found.tool_calls] == [
+    result = split(CASES[style], style)
+    assert [(call.name, json.loads(call.arguments)) for call in result.tool_calls] == [
         ("weather", {"city": "Bonn", "days": 2}),
         ("time", {}),
     ]
-    assert (found.text, found.num_malformed) == ("Look.", 0)
-    assert found.reasoning == ("Hm." if style == "gpt_oss" else "")
-    assert len({call.call_id for call in found.tool_calls}) == 2
+    assert (result.text, result.num_malformed) == ("Look.", 0)
+    assert result.reasoning == ("Hm." if style == "gpt_oss" else "")
+    assert len({call.call_id for call in result.tool_calls}) == 2
 
 
 def test_pythonic_calls_are_the_whole_answer():
-    found = split('<|python_start|>[weather(city="Bonn", days=2), time()]<|python_end|>', "pythonic")
-    assert [(call.name, call.arguments) for call in found.tool_calls] == [
+    result = split('<|python_start|>[weather(city="Bonn", days=2), time()]<|python_end|>', "pythonic")
+    assert [(call.name, call.arguments) for call in result.tool_calls] == [
         ("weather", '{"city": "Bonn", "days": 2}'),
         ("time", "{}"),
     ]
-    assert found.text == ""
+    assert result.text == ""
     assert split("[1, 2]", "pythonic").num_malformed == 0
     for text in ('[weather("Bonn")]', "[weather(city=x)]", "[time(), 1]", "[(lambda: 1)()]", "<|python_start|>[time("):
         assert split(text, "pythonic").num_malformed == 1
@@ -87,23 +87,23 @@ def test_a_name_or_arguments_that_no_client_can_take_are_malformed(style):
     bad += ['{"name": "f", "arguments": {"a":' + '{"a":' * 400 + "1" + "}" * 402]
     for body in bad:
         frame = {"hermes": f"<tool_call>{body}</tool_call>", "mistral": f"[TOOL_CALLS][{body}]"}
-        found = split(frame.get(style, f"<|python_tag|>{body}"), style)
-        assert (found.tool_calls, found.num_malformed) == ((), 1), body
-        assert found.text
+        result = split(frame.get(style, f"<|python_tag|>{body}"), style)
+        assert (result.tool_calls, result.num_malformed) == ((), 1), body
+        assert result.text
 
 
 def test_mistral_calls_by_name():
-    found = split('[TOOL_CALLS]weather[CALL_ID]abcdef123[ARGS]{"city": "B"}[TOOL_CALLS]time[ARGS]{}', "mistral")
-    assert [call.name for call in found.tool_calls] == ["weather", "time"]
-    assert found.tool_calls[0].model_id == "abcdef123"
+    result = split('[TOOL_CALLS]weather[CALL_ID]abcdef123[ARGS]{"city": "B"}[TOOL_CALLS]time[ARGS]{}', "mistral")
+    assert [call.name for call in result.tool_calls] == ["weather", "time"]
+    assert result.tool_calls[0].model_id == "abcdef123"
 
 
 def test_ids_are_new_and_unique_and_that_of_the_answer_is_kept_beside():
-    found = split(CASES["kimi"].replace("time:1", "weather:0"), "kimi")
-    assert [call.model_id for call in found.tool_calls] == ["functions.weather:0"] * 2
-    assert len({call.call_id for call in found.tool_calls}) == 2
+    result = split(CASES["kimi"].replace("time:1", "weather:0"), "kimi")
+    assert [call.model_id for call in result.tool_calls] == ["functions.weather:0"] * 2
+    assert len({call.call_id for call in result.tool_calls}) == 2
     ids = {call.call_id for call in split(CASES["hermes"], "hermes").tool_calls}
-    assert all(len(one) == 9 and one.isalnum() for one in ids)
+    assert all(len(item) == 9 and item.isalnum() for item in ids)
     again = split_answer(CASES["hermes"], [1], style_of("hermes", ""), tools=TOOLS, turn_id="other")
     assert not ids & {call.call_id for call in again.tool_calls}
 
@@ -111,8 +111,8 @@ def test_ids_are_new_and_unique_and_that_of_the_answer_is_kept_beside():
 @pytest.mark.parametrize(("value", "expected"), [("7", 7), ("seven", "seven"), ("null", None), ("[1]", [1])])
 def test_plain_arguments_have_the_type_of_the_schema(value, expected):
     text = f"<tool_call>weather<arg_key>days</arg_key><arg_value>{value}</arg_value><arg_key>city</arg_key>"
-    found = split(f"{text}<arg_value>{value}</arg_value></tool_call>", "glm")
-    assert json.loads(found.tool_calls[0].arguments) == {"days": expected, "city": value}
+    actual = split(f"{text}<arg_value>{value}</arg_value></tool_call>", "glm")
+    assert json.loads(actual.tool_calls[0].arguments) == {"days": expected, "city": value}
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_plain_arguments_have_the_type_of_the_schema(value, expected):
     ],
 )  # fmt: skip
 def test_reasoning_is_what_the_answer_begins_with(text, in_reasoning, reasoning, rest):
-    found = split(text, "none", in_reasoning=in_reasoning)
-    assert (found.reasoning, found.text) == (reasoning, rest)
+    result = split(text, "none", in_reasoning=in_reasoning)
+    assert (result.reasoning, result.text) == (reasoning, rest)
 
 
 @pytest.mark.parametrize("style", [style for style in CASES if style != "gpt_oss"])
@@ -141,15 +141,15 @@ def test_reasoning_is_what_the_answer_begins_with(text, in_reasoning, reasoning,
     ],
 )
 def test_calls_inside_of_reasoning_do_not_count(style, text, in_reasoning, names, rest):
-    found = split(text.replace("{}", CASES[style]), style, in_reasoning=in_reasoning)
-    assert [call.name for call in found.tool_calls] == names
-    assert (found.text, found.num_malformed) == (rest, 0)
+    result = split(text.replace("{}", CASES[style]), style, in_reasoning=in_reasoning)
+    assert [call.name for call in result.tool_calls] == names
+    assert (result.text, result.num_malformed) == (rest, 0)
 
 
 def test_reasoning_that_the_template_does_not_know_is_text_without_calls():
-    found = split(f"<think>{CASES['hermes']}</think>no", "hermes", template="")
-    assert (found.tool_calls, found.reasoning, found.num_malformed) == ((), "", 0)
-    assert found.text == f"<think>{CASES['hermes']}</think>no"
+    result = split(f"<think>{CASES['hermes']}</think>no", "hermes", template="")
+    assert (result.tool_calls, result.reasoning, result.num_malformed) == ((), "", 0)
+    assert result.text == f"<think>{CASES['hermes']}</think>no"
 
 
 MARKERS = {
@@ -170,12 +170,12 @@ MARKERS = {
 def test_an_argument_may_contain_every_marker(style, form):
     city = form.replace("{}", MARKERS[style])
     shown = json.dumps(city, ensure_ascii=False)[1:-1] if '{"city"' in CASES[style] else city
-    found = split(CASES[style].replace("Bonn", shown, 1), style)
-    assert [(call.name, json.loads(call.arguments)) for call in found.tool_calls] == [
+    result = split(CASES[style].replace("Bonn", shown, 1), style)
+    assert [(call.name, json.loads(call.arguments)) for call in result.tool_calls] == [
         ("weather", {"city": city, "days": 2}),
         ("time", {}),
     ]
-    assert (found.text, found.num_malformed) == ("Look.", 0)
+    assert (result.text, result.num_malformed) == ("Look.", 0)
 
 
 @pytest.mark.parametrize("style", CASES)
@@ -186,11 +186,11 @@ def test_an_answer_that_is_cut_inside_of_a_call_has_not_this_call(style, is_cut)
     whole = [(call.name, call.arguments) for call in split(text, style).tool_calls]
     assert json.loads(whole[0][1]) == {"city": "Bonn", "days": 25}
     for size in range(len(text)):
-        found = split(text[:size], style, is_cut=is_cut)
-        calls = [(call.name, call.arguments) for call in found.tool_calls]
+        result = split(text[:size], style, is_cut=is_cut)
+        calls = [(call.name, call.arguments) for call in result.tool_calls]
         assert calls == whole[: len(calls)], text[:size]
         if is_cut and "Bonn" in text[:size] and not calls:
-            assert found.num_malformed == 1, text[:size]
+            assert result.num_malformed == 1, text[:size]
 
 
 @pytest.mark.parametrize(
@@ -210,26 +210,26 @@ def test_an_answer_that_is_cut_inside_of_a_call_has_not_this_call(style, is_cut)
     ],
 )
 def test_a_block_that_is_not_closed_is_malformed_when_the_answer_is_cut(style, text):
-    found = split(text, style, is_cut=True)
-    assert (found.tool_calls, found.num_malformed) == ((), 1)
+    result = split(text, style, is_cut=True)
+    assert (result.tool_calls, result.num_malformed) == ((), 1)
 
 
 def test_a_call_that_an_argument_quotes_is_not_executed():
     quoted = CASES["qwen3_coder"].removeprefix("Look.\n")
     text = f"<tool_call>\n<function=weather>\n<parameter=city>\nSo:\n{quoted}\n</parameter>\n</function>\n</tool_call>"
-    found = split(text, "qwen3_coder")
-    assert (found.tool_calls, found.num_malformed) == ((), 1)
+    result = split(text, "qwen3_coder")
+    assert (result.tool_calls, result.num_malformed) == ((), 1)
 
 
 def test_special_tokens_are_no_text():
-    found = split("a<|x|>b<|im_end|>", "hermes", special=["<|im_end|>", "<|x|>"])
-    assert found.text == "ab"
+    result = split("a<|x|>b<|im_end|>", "hermes", special=["<|im_end|>", "<|x|>"])
+    assert result.text == "ab"
 
 
 def test_without_tools_nothing_is_a_call():
     assert split(CASES["hermes"], "hermes", tools=()).text == CASES["hermes"]
-    found = split(CASES["gpt_oss"], "gpt_oss", tools=())
-    assert (found.tool_calls, found.num_malformed) == ((), 2)
+    result = split(CASES["gpt_oss"], "gpt_oss", tools=())
+    assert (result.tool_calls, result.num_malformed) == ((), 2)
 
 
 @pytest.mark.parametrize(
@@ -249,6 +249,6 @@ def test_without_tools_nothing_is_a_call():
     ],
 )
 def test_the_chat_template_implies_the_style(template, style, marker):
-    found = style_of("auto", template)
-    assert (found.name, found.reasoning and found.reasoning[1]) == (style, marker)
+    result = style_of("auto", template)
+    assert (result.name, result.reasoning and result.reasoning[1]) == (style, marker)
     assert style_of("hermes", template).name == "hermes"

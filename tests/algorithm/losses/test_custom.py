@@ -64,9 +64,9 @@ def test_it_conforms(kit, file):
 
 def test_it_may_take_the_ratio_of_the_sequence(kit, file):
     tokens = kit.make_tokens([0.2, 0.4])
-    found = kit.loss_of(tokens, **options(kit, file, "squared"), importance_sampling_level="sequence")
-    assert found.losses.tolist() == pytest.approx([0.27, 0.27])
-    assert {"square", "approx_kl", "importance_weight"} <= set(found.stats)
+    result = kit.loss_of(tokens, **options(kit, file, "squared"), importance_sampling_level="sequence")
+    assert result.losses.tolist() == pytest.approx([0.27, 0.27])
+    assert {"square", "approx_kl", "importance_weight"} <= set(result.stats)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_what_is_no_loss_is_refused(kit, file, name, words):
 
 def test_the_loss_of_the_page_on_workflows_has_a_metric(kit, tmp_path):
     write_files("docs/workflows.md", tmp_path)
-    found = kit.loss_of(kit.make_tokens([0.2, 0.4]), **options(kit, tmp_path / "my/loss.py", "loss"))
-    moved = to_metrics(found.stats)["moved"]
+    result = kit.loss_of(kit.make_tokens([0.2, 0.4]), **options(kit, tmp_path / "my/loss.py", "loss"))
+    moved = to_metrics(result.stats)["moved"]
     assert moved.total / moved.count == pytest.approx(0.3)
 
 

@@ -78,8 +78,8 @@ def nemo_gym_app(server):
     module = importlib.import_module(f"resources_servers.{server}.app")
     base = importlib.import_module("nemo_gym.base_resources_server").SimpleResourcesServer
     client = importlib.import_module("nemo_gym.server_utils").ServerClient.model_construct()
-    own = [one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__]
-    (kind,) = [one for one in own if issubclass(one, base)]
+    ours = [var for var in vars(module).values() if isinstance(var, type) and var.__module__ == module.__name__]
+    (kind,) = [item for item in ours if issubclass(item, base)]
     config = kind.model_fields["config"].annotation(host="", port=1, entrypoint="app.py", name=server)
     return kind(config=config, server_client=client).setup_webserver()
 
@@ -104,8 +104,8 @@ def nemo_gym(row, answers):
             result = client.post(f"/{name}", json=arguments).text
             output.append({"type": "function_call_output", "call_id": f"call_{number}", "output": result})
         if steps:
-            given = task | {"response": nemo_gym_response(output[-1:])}
-            rewards.append(client.post("/step", json=given).json()["reward"])
+            inputs = task | {"response": nemo_gym_response(output[-1:])}
+            rewards.append(client.post("/step", json=inputs).json()["reward"])
     if not steps:
         rewards = [client.post("/verify", json=task | {"response": nemo_gym_response(output)}).json()["reward"]]
     return sum(rewards)

@@ -24,36 +24,36 @@ OWN = Path(__file__).parent / "own_rewards.py"
 EPISODES = 256
 
 
-def own(kind, asked, python=PYTHON):
+def by_package(kind, asked, python=PYTHON):
     """What the package itself says, in another process."""
-    given = json.dumps(asked)
-    done = subprocess.run([python, OWN, kind], input=given, capture_output=True, text=True, cwd=ROOT, check=True)
+    inputs = json.dumps(asked)
+    done = subprocess.run([python, OWN, kind], input=inputs, capture_output=True, text=True, cwd=ROOT, check=True)
     return json.loads(done.stdout)
 
 
 async def played(workflow, asked):
     """The rewards of the sessions of each episode, whose policy gives the answers of `asked` one after another."""
-    found = []
+    result = []
     try:
         for row, answers in asked:
             left = list(answers)
             group = await workflow.arun_episode(policy(lambda _, left=left: left.pop(0)), row)
-            texts = [trained_text(one).split("<|im_end|>")[:-1] for one in group.trajectories]
+            texts = [trained_text(trajectory).split("<|im_end|>")[:-1] for trajectory in group.trajectories]
             used = answers[: len(answers) - len(left)]
-            assert sorted(text for one in texts for text in one) == sorted(used)
+            assert sorted(text for item in texts for text in item) == sorted(used)
             assert len(texts) > 1 or texts[0] == used
-            found.append([one.reward for one in group.trajectories])
+            result.append([trajectory.reward for trajectory in group.trajectories])
     finally:
         await workflow.aclose()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "spell_backward", "countdown"])
 async def test_rewards_of_reasoning_gym_are_those_of_the_package(name) -> None:
     rows = environment_rows(f"env:{name}?size={EPISODES}&seed=5")
-    references = own("reference", [(row, []) for row in rows])
+    references = by_package("reference", [(row, []) for row in rows])
     answers = [text if k % 3 else references[(k + 1) % EPISODES] for k, text in enumerate(references)]
-    expected = own("reasoning_gym", [(row, [text]) for row, text in zip(rows, answers, strict=True)])
+    expected = by_package("reasoning_gym", [(row, [text]) for row, text in zip(rows, answers, strict=True)])
     workflow = build(ReasoningGymWorkflow, python=str(PYTHON))
     asked = [(row, [f"<answer>{text}</answer>"]) for row, text in zip(rows, answers, strict=True)]
     assert await played(workflow, asked) == [[value] for value in expected]
@@ -72,14 +72,14 @@ async def test_rewards_of_games_are_those_of_the_package(name) -> None:
     rows = environment_rows(f"env:{name}?size={EPISODES}&seed=5")
     asked = [(row, random.Random(row["index"]).choices(MOVES[name], k=64)) for row in rows]
     workflow = build(TextArenaWorkflow, python=str(PYTHON))
-    assert await played(workflow, asked) == own("textarena", asked)
+    assert await played(workflow, asked) == by_package("textarena", asked)
 
 
 async def test_rewards_of_an_openenv_server_are_those_of_its_class() -> None:
     rows = environment_rows(f"env:guessing?size={EPISODES}&seed=5")
     asked = [(row, random.Random(row["index"]).choices("0123456789", k=4)) for row in rows]
     workflow = build(OpenEnvWorkflow, python=str(PYTHON), env=str(ROOT / "examples/environments/guess_server.py:app"))
-    assert await played(workflow, asked) == [[value] for value in own("openenv", asked)]
+    assert await played(workflow, asked) == [[value] for value in by_package("openenv", asked)]
 
 
 SUMS, PRODUCTS = ROOT / "tests/environments/real/sums_taskset.py", ROOT / "examples/environments/products.py"
@@ -87,41 +87,41 @@ SUMS, PRODUCTS = ROOT / "tests/environments/real/sums_taskset.py", ROOT / "examp
 
 async def at_once(play, asked, *, number=16):
     """The results of `play` for all of `asked`, of which this number run at the same time."""
-    found = []
+    result = []
     for first in range(0, len(asked), number):
-        found += await asyncio.gather(*map(play, asked[first : first + number]))
-    return found
+        result += await asyncio.gather(*map(play, asked[first : first + number]))
+    return result
 
 
 async def test_rewards_of_a_taskset_of_verifiers_are_those_of_the_package() -> None:
     rows = environment_rows(f"env:{SUMS}?size={EPISODES}&seed=5&terms=3")
-    right = own("verifiers_answer", [(row, []) for row in rows], VERIFIERS)
+    right = by_package("verifiers_answer", [(row, []) for row in rows], VERIFIERS)
     answers = [text if k % 3 else f"about {text}" for k, text in enumerate(right)]
     asked = [(row, [text]) for row, text in zip(rows, answers, strict=True)]
     workflow = build(VerifiersWorkflow, python=str(VERIFIERS))
 
-    async def play(one):
-        row, (text,) = one
+    async def play(item):
+        row, (text,) = item
         group = await workflow.arun_episode(policy(lambda _: text), row)
         assert trained_text(group.trajectories[0]) == f"{text}<|im_end|>"
         return [group.trajectories[0].reward, {"letters": group.stats["reward/letters"]}]
 
     try:
-        found = await at_once(play, asked)
+        result = await at_once(play, asked)
     finally:
         await workflow.aclose()
-    assert found == own("verifiers", asked, VERIFIERS)
-    assert len({reward for reward, _ in found}) > 3
+    assert result == by_package("verifiers", asked, VERIFIERS)
+    assert len({reward for reward, _ in result}) > 3
 
 
 def calculate(prompt: str) -> str:
     """Calls the calculator, then repeats what it says; every third product is guessed."""
-    one, other = map(int, re.findall(r"What is (\d+)\*(\d+)", prompt)[-1])
-    if (one + other) % 3 == 0:
-        return str(one + other)
+    first, other = map(int, re.findall(r"What is (\d+)\*(\d+)", prompt)[-1])
+    if (first + other) % 3 == 0:
+        return str(first + other)
     if results := re.findall(r"<\|im_start\|>tool\n(\d+)<\|im_end\|>", prompt):
         return results[-1]
-    arguments = json.dumps({"expression": f"{one}*{other}"})
+    arguments = json.dumps({"expression": f"{first}*{other}"})
     return f'<tool_call>\n{{"name": "calculator", "arguments": {arguments}}}\n</tool_call>'
 
 
@@ -140,9 +140,9 @@ async def test_a_tool_of_verifiers_answers_the_calls_of_the_policy() -> None:
         played = await at_once(play, rows)
     finally:
         await workflow.aclose()
-    asked, found = map(list, zip(*played, strict=True))
-    assert found == own("verifiers", asked, VERIFIERS)
-    assert all(sum(reward == one for one, _ in found) > 64 for reward in (0.0, 1.0))
+    asked, result = map(list, zip(*played, strict=True))
+    assert result == by_package("verifiers", asked, VERIFIERS)
+    assert all(sum(reward == item for item, _ in result) > 64 for reward in (0.0, 1.0))
 
 
 def text_answers(task, right):
@@ -188,13 +188,13 @@ SERVERS = {
 
 @pytest.mark.parametrize("server", SERVERS)
 async def test_rewards_of_a_resources_server_are_those_of_its_application(server) -> None:
-    (examples,) = own("nemo_gym_examples", [({"server": server}, [])], NEMO_GYM)
+    (examples,) = by_package("nemo_gym_examples", [({"server": server}, [])], NEMO_GYM)
     short = [task for task in examples if len(json.dumps(task)) < 6000]
     tasks = [short[k % len(short)] for k in range(EPISODES)]
     answers = [SERVERS[server](task, k % 3 != 0) for k, task in enumerate(tasks)]
-    named = [(task | {"server": server}, one) for task, one in zip(tasks, answers, strict=True)]
-    expected = own("nemo_gym", named, NEMO_GYM)
-    asked = [(task, [written(one) for one in some]) for task, some in zip(tasks, answers, strict=True)]
+    named = [(task | {"server": server}, item) for task, item in zip(tasks, answers, strict=True)]
+    expected = by_package("nemo_gym", named, NEMO_GYM)
+    asked = [(task, [written(each) for each in some]) for task, some in zip(tasks, answers, strict=True)]
     workflow = build(NemoGymWorkflow, python=str(NEMO_GYM), env=server)
     assert await played(workflow, asked) == [[reward] for reward in expected]
     assert {*expected} >= {0.0, 1.0}

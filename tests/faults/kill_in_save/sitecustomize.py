@@ -18,7 +18,7 @@ STAGES = ("updates", "copied", "writes", "wrote", "sealed", "renamed")
 
 def stage_of(event: str, arguments: tuple) -> str:
     """Which stage of a save an operation on files begins; empty for all others."""
-    paths = [str(one) for one in arguments[:2] if isinstance(one, str | Path)]
+    paths = [str(argument) for argument in arguments[:2] if isinstance(argument, str | Path)]
     if not paths or "/recover/" not in paths[0]:
         return ""
     first, last = paths[0], paths[-1]

@@ -65,20 +65,20 @@ class _CpuDevice:
 
     Event = current_stream = Stream
 
-    def all_gather(self, parts: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def all_gather(self, parts: list[torch.Tensor], ours: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Parts may have different numbers of rows, which gloo does not support."""
         for rank, part in enumerate(parts):
-            sent = own.contiguous() if rank == group.rank() else torch.empty_like(part)
+            sent = ours.contiguous() if rank == group.rank() else torch.empty_like(part)
             dist.broadcast(sent, group_src=rank, group=group)
             part.copy_(sent)
 
-    def reduce_scatter(self, own: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    def reduce_scatter(self, ours: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         """Reduce and scatter with the restrictions of `all_gather`."""
         for rank, part in enumerate(parts):
             total = part.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=group)
             if rank == group.rank():
-                own.copy_(total)
+                ours.copy_(total)
 
     @contextlib.contextmanager
     def stream(self, stream: object) -> Iterator[None]:

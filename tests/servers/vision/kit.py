@@ -46,8 +46,8 @@ Ask = Callable[..., GenerationRequest]
 def serves(*cases: tuple[str, ...], more: tuple[str, ...] = ()) -> pytest.MarkDecorator:
     """Run a test with each (kind of server, family, *more): one server for those of a module with the same two."""
     marks = {"native": pytest.mark.slow, "vllm": pytest.mark.vllm, "sglang": pytest.mark.sglang}
-    found = [pytest.param(one[:2], *one[2:], marks=marks[one[0]], id="-".join(one)) for one in cases]
-    return pytest.mark.parametrize(("served", *more), found, indirect=["served"], scope="module")
+    result = [pytest.param(case[:2], *case[2:], marks=marks[case[0]], id="-".join(case)) for case in cases]
+    return pytest.mark.parametrize(("served", *more), result, indirect=["served"], scope="module")
 
 
 def images_of(model: Path, folder: Path) -> RunImages:
@@ -110,9 +110,9 @@ class VisionTrainer(FixedTrainer):
         rows = [[*request.input_ids, *response.output_ids] for request, response in pairs]
         masks = [[0] * len(request.input_ids) + [1] * len(response.output_ids) for request, response in pairs]
         batch = rows_to_train_batch(rows, masks, [request.images for request, _ in pairs])
-        found = self.engines[name].forward(batch).logprobs
-        assert found is not None
-        return [part.tolist() for part in found[batch.loss_mask].split([len(r.output_ids) for _, r in pairs])]
+        result = self.engines[name].forward(batch).logprobs
+        assert result is not None
+        return [part.tolist() for part in result[batch.loss_mask].split([len(r.output_ids) for _, r in pairs])]
 
 
 def exact_logprobs(model: Path, pair: Pair, images: RunImages) -> tuple[list[float], list[int]]:
@@ -128,15 +128,15 @@ def exact_logprobs(model: Path, pair: Pair, images: RunImages) -> tuple[list[flo
         logits = loaded(ids, **options).logits[0]
     logits[:, list(images.layout.banned_ids)] = -torch.inf
     first = len(request.input_ids)
-    found = logits.log_softmax(-1)[first - 1 : -1]
-    return found.gather(1, ids[0, first:, None])[:, 0].tolist(), found.argmax(-1).tolist()
+    result = logits.log_softmax(-1)[first - 1 : -1]
+    return result.gather(1, ids[0, first:, None])[:, 0].tolist(), result.argmax(-1).tolist()
 
 
 async def answers(fleet: Fleet, requests: list[GenerationRequest], images: RunImages) -> list[Pair]:
-    found = await asyncio.gather(*map(fleet.agenerate, requests))
-    for response in found:
+    result = await asyncio.gather(*map(fleet.agenerate, requests))
+    for response in result:
         assert not set(images.layout.banned_ids).intersection(to_array("i", response.output_ids))
-    return list(zip(requests, found, strict=True))
+    return list(zip(requests, result, strict=True))
 
 
 async def expect_update_in_mid_answer(

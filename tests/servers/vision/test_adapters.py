@@ -33,8 +33,8 @@ RANK = 8
 @pytest.fixture(scope="module")
 def flags(backend: Backend) -> dict[str, Any]:
     """As the launcher sets them for a run that publishes adapters of all-linear."""
-    own = {"lora_target_modules": ["all"]} if backend == "sglang" else {}
-    return {"enable_lora": True, "max_lora_rank": RANK, **own}
+    ours = {"lora_target_modules": ["all"]} if backend == "sglang" else {}
+    return {"enable_lora": True, "max_lora_rank": RANK, **ours}
 
 
 def batch_of(pairs: list[Pair]) -> TrainBatch:
@@ -48,7 +48,7 @@ def loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
     return LossOutput(loss=-outputs.logprobs[micro.batch.loss_mask].sum(), metrics={})
 
 
-@serves(*((one.name, family) for one in (VLLM, SGLANG) for family in one.image_families))
+@serves(*((item.name, family) for item in (VLLM, SGLANG) for family in item.image_families))
 async def test_adapters_of_the_language_model_answer_to_images_as_the_trainer_does(
     server: RealServer, kit: Kit, asks: Ask, models: dict[str, Path], images: RunImages, tmp_path: Path
 ) -> None:
@@ -70,9 +70,9 @@ async def test_adapters_of_the_language_model_answer_to_images_as_the_trainer_do
         batch = batch_of(pairs)
         sampled = torch.tensor([each for _, response in pairs for each in response.output_logprobs])
         assert {each for _, response in pairs for each in response.output_versions} == {version}
-        found = engine.forward(batch).logprobs
-        assert found is not None
-        trained = found[batch.loss_mask].tolist()
+        result = engine.forward(batch).logprobs
+        assert result is not None
+        trained = result[batch.loss_mask].tolist()
         assert largest_gap(sampled.tolist(), trained) < 2 * EXACT
         engine.forward_backward(batch, loss, denominator=float(batch.loss_mask.sum()))
         engine.optimizer_step()

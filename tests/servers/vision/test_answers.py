@@ -34,7 +34,7 @@ from tests.servers.vision.kit import (
 )
 
 pytestmark = pytest.mark.timeout(900)
-SERVED = [("native", "qwen3_vl"), *((one.name, family) for one in (VLLM, SGLANG) for family in one.image_families)]
+SERVED = [("native", "qwen3_vl"), *((item.name, family) for item in (VLLM, SGLANG) for family in item.image_families)]
 UPDATES = list(product(("keep", "interrupt"), ("disk", "collective", "http")))
 """Of Qwen3-VL; the first two also of the other families."""
 
@@ -47,7 +47,7 @@ async def test_prompts_with_0_to_3_images_have_the_same_log_probabilities_everyw
     trainer.use("old")
     await asyncio.to_thread(serve, kit.disk(fleet, trainer), 1)
     for greedy in (False, True):
-        pairs = await answers(fleet, [asks(f"{greedy} {len(one)}", *one, greedy=greedy) for one in SIZES], images)
+        pairs = await answers(fleet, [asks(f"{greedy} {len(item)}", *item, greedy=greedy) for item in SIZES], images)
         for pair, trained in zip(pairs, trainer.logprobs("old", pairs), strict=True):
             expected, likeliest = exact_logprobs(models["old"], pair, images)
             assert largest_gap(list(pair[1].output_logprobs), expected) < EXACT

@@ -35,16 +35,16 @@ def mixed_logprobs(models: dict[str, Path], pair: Pair, images: RunImages, split
     num_old = len(request.input_ids) + split - 1  # the last token of the old weights is the first input of the new
     files = [images.store.read(image.sha256) for image in request.images]
     options = transformers_inputs(images.layout, ids[:, :num_old], list(request.images), files)
-    cache, found = DynamicCache(), list[float]()
+    cache, result = DynamicCache(), list[float]()
     for name, first, last in (("old", 0, num_old), ("new", num_old, ids.shape[1] - 1)):
         model = AutoModelForImageTextToText.from_pretrained(models[name], dtype=torch.float32).eval()
         part = {"input_ids": ids[:, first:last], "position_ids": places[:, :, first:last]}
         logits = model(**part, past_key_values=cache, use_cache=True, **options).logits[0]
         logits[:, list(images.layout.banned_ids)] = -torch.inf
         chosen = logits.log_softmax(-1).gather(1, ids[0, first + 1 : last + 1, None])[:, 0]
-        found += chosen.tolist()
+        result += chosen.tolist()
         options = {}
-    return found[len(request.input_ids) - 1 :]
+    return result[len(request.input_ids) - 1 :]
 
 
 @serves(("sglang", "qwen3_vl"))

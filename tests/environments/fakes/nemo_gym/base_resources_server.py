@@ -34,8 +34,8 @@ class App:
         body, cookies = json.loads((await receive())["body"]), dict(scope["headers"]).get(b"cookie", b"")
         key = cookies.partition(b"=")[2] or b"%d" % len(self._sessions)
         function = self._functions.get(scope["path"])
-        found = None if function is None else function(self._sessions.setdefault(key, {}), body)
-        status = 404 if found is None else 200
+        result = None if function is None else function(self._sessions.setdefault(key, {}), body)
+        status = 404 if result is None else 200
         headers = [(b"content-type", b"application/json"), (b"set-cookie", b"session=" + key)]
         await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": json.dumps(found).encode()})
+        await send({"type": "http.response.body", "body": json.dumps(result).encode()})

@@ -45,8 +45,8 @@ async def serve(reader, writer):
     OPEN.add(writer)
     with contextlib.suppress(ConnectionError):
         while first:
-            found = answer(state, *json.loads(first))
-            writer.write((b"<html>502" if found is None else json.dumps(found).encode()) + b"\n")
+            actual = answer(state, *json.loads(first))
+            writer.write((b"<html>502" if actual is None else json.dumps(actual).encode()) + b"\n")
             first = await reader.readline()
     OPEN.discard(writer)
 

@@ -20,7 +20,7 @@ class Counting(SimpleResourcesServer):
 
     def verify(self, session, body):
         output = body["response"]["output"]
-        if any(item.get("text") == "broken" for one in output for item in one.get("content", ())):
+        if any(item.get("text") == "broken" for each in output for item in each.get("content", ())):
             return None
         bonus = self.config.options.get("bonus", 0.0)
         reward = float(session["count"] == body["expected"]) + bonus
