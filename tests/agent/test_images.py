@@ -127,18 +127,18 @@ async def test_turns_with_images_are_one_row_with_their_images(tokenizer: Any, i
     (first,) = await session.answer(asked)
     follow = {"role": "user", "content": [image("blue"), text("<|image_pad|>?")]}
     await session.answer(replace(asked, messages=(*asked.messages, answer_message(first), follow), fingerprint="x"))
-    subject, two = engine.requests
-    red, blue = subject.images[0], two.images[-1]
-    assert [*subject.images] == [red, red]
-    assert [*two.images] == [red, red, blue]
+    first, second = engine.requests
+    red, blue = first.images[0], second.images[-1]
+    assert [*first.images] == [red, red]
+    assert [*second.images] == [red, red, blue]
     assert red.grid == blue.grid == (1, 2, 4)
-    assert [*subject.input_ids].count(PAD) == 4
-    assert [*two.input_ids][: len(subject.input_ids) + 3] == [*subject.input_ids, *engine.answer_ids]
+    assert [*first.input_ids].count(PAD) == 4
+    assert [*second.input_ids][: len(first.input_ids) + 3] == [*first.input_ids, *engine.answer_ids]
     (row,) = trajectories(session.transcript, cut="tree", reward=1.0, session=0)
     assert [*row.images] == [red, red, blue]
-    assert [*row.token_ids] == [*two.input_ids, *engine.answer_ids]
+    assert [*row.token_ids] == [*second.input_ids, *engine.answer_ids]
     assert sum(row.loss_mask) == 6
-    assert await session.count_tokens(asked) == len(subject.input_ids)
+    assert await session.count_tokens(asked) == len(first.input_ids)
 
 
 async def test_equal_tokens_of_different_images_are_different_branches(tokenizer: Any, images: DialogueImages) -> None:

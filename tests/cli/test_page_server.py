@@ -110,10 +110,10 @@ async def test_the_key_does_not_disclose_the_token_and_goes_into_a_cookie_for_th
 async def test_a_browser_may_have_the_pages_of_two_runs_open(run):
     other = page_key("token of another run")
     browser = aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True))
-    async with served(run.root) as subject, served(run.root, other) as two, browser:
-        assert await status(browser, f"{subject}/?key={KEY}") == 200
-        assert await status(browser, f"{two}/?key={other}") == 200
-        assert [await status(browser, address) for address in (subject, two)] == [200, 200]
+    async with served(run.root) as first, served(run.root, other) as second, browser:
+        assert await status(browser, f"{first}/?key={KEY}") == 200
+        assert await status(browser, f"{second}/?key={other}") == 200
+        assert [await status(browser, address) for address in (first, second)] == [200, 200]
 
 
 @pytest.mark.parametrize("words", [["--web", "--port", "70000"], ["--port", "8000"], ["--json", "--web"]])

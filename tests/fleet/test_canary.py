@@ -310,7 +310,7 @@ async def test_a_replica_alone_with_other_weights_is_healed_by_the_trainers_comp
 
 async def test_no_request_reaches_a_replica_before_the_comparison(kit: FleetKit) -> None:
     fleet = await fleet_of(kit, (), (), ())
-    kit.servers[2].hold_at = 2
+    kit.servers[2].hold_at = 1
     running = asyncio.create_task(fleet.update_weights(kit.disk(1)))
     await until(lambda: kit.servers[2].num_held == 1)
     asked = asyncio.create_task(fleet.agenerate(a_request()))

@@ -43,7 +43,9 @@ def files(tmp_path_factory) -> dict[str, str]:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_roll))
     (folder / "chats.jsonl").write_text("".join(json.dumps(verl_row(row)) + "\n" for row in rows))
     turns = [(f"{n}+1=", str(n + 1)) for n in range(64)]
-    talks = [[{"role": "user", "content": item}, {"role": "assistant", "content": two}] for item, two in turns]
+    talks = [
+        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}] for question, answer in turns
+    ]
     (folder / "talks.jsonl").write_text("".join(json.dumps({"talk": talk}) + "\n" for talk in talks))
     (folder / "reward.py").write_text(
         "def score(prompt, completion, prompt_ids, completion_ids, **row):\n    return 1.0\n"

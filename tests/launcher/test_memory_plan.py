@@ -255,20 +255,22 @@ def test_states_of_running_sequences_are_part_of_the_memory_of_a_server(tmp_path
         "num_key_value_heads": 2, "vocab_size": 32000,
     }  # fmt: skip
     each = 2 * 3 * (32 * 128 * 128 + (2 * 16 * 128 + 32 * 128) * 4)  # of a sequence, in bfloat16
-    first, two = (write_shape(tmp_path / name, **sizes, **more) for name, more in (("plain", {}), ("linear", linear)))
+    plain, hybrid = (
+        write_shape(tmp_path / name, **sizes, **more) for name, more in (("plain", {}), ("linear", linear))
+    )
     machine = Machine(cores=2)
     served = []
-    for path in (first, two):
+    for path in (plain, hybrid):
         config = replace(GRPOConfig(), allocation_mode="native:d1+fsdp:d1")
         config = replace(config, actor=replace(config.actor, path=path, optimizer=OptimizerConfig()))
         plan = make_plan(config, [machine])
         served.append(next(process.memory_bytes for process in plan.processes if process.role == "server"))
     norms = 2 * 2 * 4 * 2 * 128 // 2  # of queries and keys, in both copies of the weights
     assert served[1] - served[0] == pytest.approx((256 + 2**28 // each) * each, abs=16 * norms)
-    assert problems_of(two, machine, host_gib=24) == []
-    (text,) = problems_of(two, machine, host_gib=0.7)[:1]
+    assert problems_of(hybrid, machine, host_gib=24) == []
+    (text,) = problems_of(hybrid, machine, host_gib=0.7)[:1]
     assert text.startswith("native.max_running_requests=256: the states of the model's layers take 0.8 GiB")
-    assert int(text.rpartition(" ")[2]) == (int(0.7 * 2**30 * 0.95) - 2 * ModelShape.read(two).parameters) // each
+    assert int(text.rpartition(" ")[2]) == (int(0.7 * 2**30 * 0.95) - 2 * ModelShape.read(hybrid).parameters) // each
 
 
 @pytest.mark.parametrize(

@@ -101,29 +101,32 @@ def again(wanted, alive, in_use, gpu_limit=8):
 
 
 def test_a_process_starts_again_where_it_was_if_that_machine_is_alive():
-    first, two = machines(4, 4)
-    assert again(Place(machine=two, gpus=("1",)), [first, two], [Place(machine=two, gpus=("0",))]) == ("node2", "1")
-    assert again(Place(machine=two), [first, two], [Place(machine=two)]) == ("node2", "")
+    first, second = machines(4, 4)
+    assert again(Place(machine=second, gpus=("1",)), [first, second], [Place(machine=second, gpus=("0",))]) == (
+        "node2",
+        "1",
+    )
+    assert again(Place(machine=second), [first, second], [Place(machine=second)]) == ("node2", "")
 
 
 def test_a_process_of_a_lost_machine_takes_free_gpus_of_another_one():
-    first, two, three = machines(2, 4, 4)
-    wanted = Place(machine=three, gpus=("0", "1"))
-    taken = [Place(machine=first, gpus=("0",)), Place(machine=two, gpus=("1",))]
-    assert again(wanted, [first, two], taken) == ("node2", "0,2")
-    assert again(wanted, [first, two], taken, gpu_limit=2) is None
+    first, second, third = machines(2, 4, 4)
+    wanted = Place(machine=third, gpus=("0", "1"))
+    taken = [Place(machine=first, gpus=("0",)), Place(machine=second, gpus=("1",))]
+    assert again(wanted, [first, second], taken) == ("node2", "0,2")
+    assert again(wanted, [first, second], taken, gpu_limit=2) is None
     assert again(wanted, [], []) is None
 
 
 def test_gpus_that_another_process_took_meanwhile_are_not_used_twice():
-    first, two = machines(2, 2)
+    first, second = machines(2, 2)
     wanted = Place(machine=first, gpus=("0",))
-    assert again(wanted, [first, two], [Place(machine=first, gpus=("0",))]) == ("node1", "1")
+    assert again(wanted, [first, second], [Place(machine=first, gpus=("0",))]) == ("node1", "1")
 
 
 def test_a_process_on_the_cpu_moves_to_the_machine_with_the_fewest_processes():
-    first, two, three = machines(0, 0, 0)
-    assert again(Place(machine=three), [first, two], [Place(machine=first)]) == ("node2", "")
+    first, second, third = machines(0, 0, 0)
+    assert again(Place(machine=third), [first, second], [Place(machine=first)]) == ("node2", "")
 
 
 @pytest.mark.parametrize(

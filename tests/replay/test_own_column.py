@@ -125,11 +125,11 @@ def test_the_column_of_each_token_reaches_the_position_that_predicts_it(recovere
 
 
 def test_one_and_two_ranks_make_the_same_update_and_the_column_decides_it(recovered):
-    first, two = weights_after(recovered, 1), weights_after(recovered, 2)
+    first, second = weights_after(recovered, 1), weights_after(recovered, 2)
     start = TableEngine().table.detach()
     torch.testing.assert_close(first - start, weights_after(recovered, 1) - start, rtol=0, atol=0)
     assert (first - start).abs().max() > 0
-    assert (two - start).abs().max() > 0
+    assert (second - start).abs().max() > 0
     none = weights_after(
         recovered, 2, change=lambda batch: batch.with_column(HINTS, torch.zeros_like(batch.column(HINTS)))
     )

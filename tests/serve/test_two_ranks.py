@@ -42,11 +42,11 @@ def test_two_ranks_equal_one(tmp_path):
         for (loss, norm, logprobs), (other_loss, other_norm, other) in zip(facts, expected, strict=True):
             assert loss == pytest.approx(other_loss, abs=1e-3)
             assert norm == pytest.approx(other_norm, rel=1e-3)
-            for item, two in zip(logprobs, other, strict=True):
-                np.testing.assert_allclose(item, two, atol=1e-4)  # AdamW divides small gradients by their size
-    item, two = (load_file(tmp_path / f"adapter-{count}" / "adapter_model.safetensors") for count in (1, 2))
-    assert item.keys() == two.keys()
-    assert max(float((item[name] - two[name]).abs().max()) for name in item) < 1e-3
+            for first, second in zip(logprobs, other, strict=True):
+                np.testing.assert_allclose(first, second, atol=1e-4)  # AdamW divides small gradients by their size
+    first, second = (load_file(tmp_path / f"adapter-{count}" / "adapter_model.safetensors") for count in (1, 2))
+    assert first.keys() == second.keys()
+    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-3
 
 
 def scenario_of_one(folder):

@@ -132,8 +132,8 @@ def changes(old: Path, new: Path) -> Iterator[tuple[str, Piece, bytes]]:
     for path in (path for path in new.iterdir() if path.name != COMPLETE):
         before, after = (np.fromfile(folder / path.name, np.uint8) for folder in (old, new))
         for piece in pieces(0, len(after), 2 if len(after) % 2 == 0 else 1):
-            first, two = (words(data[piece.begin : piece.end], piece.width) for data in (before, after))
-            if packed := encode(first, two):
+            left, right = (words(data[piece.begin : piece.end], piece.width) for data in (before, after))
+            if packed := encode(left, right):
                 yield path.name, piece, packed
 
 
