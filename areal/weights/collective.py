@@ -37,7 +37,7 @@ from areal.system.network import Host, is_loopback, listen, required_token
 from areal.system.process import in_daemon_thread
 from areal.system.relay import MachineRelay
 from areal.weights.control import FleetControl, send_once, succeeded
-from areal.weights.published_weights import FULL_EVERY, PublishedWeights, sent_metrics
+from areal.weights.published_weights import PublishedWeights, sent_metrics
 from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store, serve_store
 
 log = get_logger(__name__)
@@ -324,10 +324,8 @@ class DeltaCollectiveChannel(CollectiveChannel):
     """
 
     _published: PublishedWeights | None = None
-    _is_kept = False
-    """The weights in `_published` are those of `_last`."""
-    _last: tuple[int, str] = (-1, "")
-    """The version that was taken last, and on rank 0 its name with the checksum."""
+    _name = ""
+    """On rank 0: the name of the version that was taken last, with the checksum."""
     _listed = FolderList(BLOCK_BYTES, [])
     """On rank 0: of that version."""
     _deltas: Mapping[str, NDArray[np.uint8]] = MappingProxyType({})
@@ -364,11 +362,11 @@ class DeltaCollectiveChannel(CollectiveChannel):
         if (published := self._published) is None:
             published = PublishedWeights(self._engine.weight_specs(), {}, self._ranks, self._host)
             self._published = published
-        compare = self._is_kept and version != self._last[0] and version % FULL_EVERY != 0
-        self._is_kept, packed = False, BytesIO()
+        compare, packed = published.has_base(version), BytesIO()
         listed = published.replace(self._engine.named_weights(), partial(pack, packed), compare=compare)
-        base, name = self._last[1], listed.name(str(version))
-        self._is_kept, self._last, self._listed = True, (version, name), listed
+        published.keep(version)
+        base, name = self._name, listed.name(str(version))
+        self._name, self._listed = name, listed
         if self._ranks.rank == 0 and name != base:
             deltas = {**self._deltas, base: np.frombuffer(packed.getbuffer(), np.uint8)} if compare else {}
             while len(deltas) > 1 and sum(map(len, deltas.values())) > _KEPT_SHARE * listed.num_bytes:
@@ -389,7 +387,7 @@ class DeltaCollectiveChannel(CollectiveChannel):
         update = super()._update_of(version, replicas)
         sizes = {base: len(delta) for base, delta in self._chain.items()}
         listed = self._listed.to_bytes().decode()
-        return replace(update, published=self._last[1], listed=listed, delta_bytes=sizes)
+        return replace(update, published=self._name, listed=listed, delta_bytes=sizes)
 
     def _broadcast(
         self, group: UpdateGroup, weights: Iterator[tuple[str, Tensor]], give_up: Callable[[], bool]
@@ -401,7 +399,7 @@ class DeltaCollectiveChannel(CollectiveChannel):
     def _wait_until_served(self, request: Future[None], version: int) -> None:
         super()._wait_until_served(request, version)
         lacking = self._control.live_replicas(version)
-        self._held = {**self._held, **{name: self._last[1] for name in self._replicas if name not in lacking}}
+        self._held = {**self._held, **{name: self._name for name in self._replicas if name not in lacking}}
 
 
 def plan_buckets(specs: Iterable[WeightSpec], max_bytes: int) -> list[list[WeightSpec]]:

@@ -29,7 +29,7 @@ from areal.system.folder_delta import Change, write_delta
 from areal.system.folders import DELTA, DELTA_FILE, LIST, NEEDS_WHOLE, SHARED, FolderList, FolderServer, LocalFolder
 from areal.system.network import Host, required_token, store_prefix
 from areal.weights.control import FleetControl, send_once, succeeded
-from areal.weights.published_weights import FULL_EVERY, PublishedWeights, sent_metrics
+from areal.weights.published_weights import PublishedWeights, sent_metrics
 from areal.weights.weight_files import MAX_FILE_BYTES, write_weights
 
 KEPT_VERSIONS = 2
@@ -204,10 +204,8 @@ class DeltaChannel(DiskChannel):
     """
 
     _published: PublishedWeights
-    _is_kept = False
-    """The weights in `_published` are those of `_last`."""
-    _last: tuple[int, str] = (-1, "")
-    """The version before, and on rank 0 the name of its folder with the checksum."""
+    _base = ""
+    """On rank 0: the name of the folder of the version before, with the checksum."""
     _listed: FolderList
     """On rank 0: of the version that was taken last."""
     _deltas: Mapping[str, tuple[str, int]] = MappingProxyType({})
@@ -218,33 +216,30 @@ class DeltaChannel(DiskChannel):
     def publish(self, version: int) -> str:
         self._update = self._version = None
         difference = self._folder / f"{DELTA}{self._name(version)}"
-        # The difference of a version to itself would replace that to the version before.
-        is_whole = not self._is_kept or version == self._last[0] or version % FULL_EVERY == 0
-        size, problem = 0, None
+        compare, size, problem = self._published.has_base(version), 0, None
 
         def write(changes: Iterator[Change]) -> None:
             nonlocal size
             self._folder.mkdir(parents=True, exist_ok=True)
-            if not self._last[1]:  # of an earlier process: later a server may be waiting for a folder that is written
+            if not self._base:  # of an earlier process: later a server may be waiting for a folder that is written
                 finish_interrupted_writes(self._folder)
-            if not is_whole:
+            if compare:
                 size = _write_delta(difference, changes)
 
         def send(_: Iterator[tuple[str, Tensor]]) -> None:
             with self._writes(version):
                 if problem is not None:
                     raise problem
-                self._update = self._updated(version, difference, size, is_whole=is_whole)
+                self._update = self._updated(version, difference, size, is_whole=not compare)
             self._control.start_update(self._update)
 
-        self._is_kept = False
         try:
-            self._listed = self._published.replace(self._source.named_weights(), write, compare=not is_whole)
+            self._listed = self._published.replace(self._source.named_weights(), write, compare=compare)
         except OSError as error:
             problem = error
         send_once(iter(()), self._ranks, version, send)
-        self._version, self._is_kept = version, True
-        self._last = version, self._listed.name(self._name(version))
+        self._published.keep(version)
+        self._version, self._base = version, self._listed.name(self._name(version))
         return self._published.checksum()  # while servers update
 
     def metrics(self) -> Metrics:
@@ -256,7 +251,7 @@ class DeltaChannel(DiskChannel):
 
     def _updated(self, version: int, difference: Path, size: int, *, is_whole: bool) -> WeightUpdate:
         """Offer the version that was taken. `size`: of the difference, unless it `is_whole`."""
-        base, full = self._last[1], self._listed.num_bytes
+        base, full = self._base, self._listed.num_bytes
         if self._listed.name(self._name(version)) == base:
             self._sent = 0.0, float(full)
         else:
@@ -308,7 +303,7 @@ class HttpDeltaChannel(DeltaChannel, HttpChannel):
 
     def _offer_version(self, folder: Path, listed: FolderList, *, is_whole: bool) -> str:
         assert self._server is not None, "only rank 0 writes versions"
-        if listed.name(folder.name) != self._last[1]:
+        if listed.name(folder.name) != self._base:
             shutil.rmtree(folder, ignore_errors=True)  # of the same version with other weights
         return self._server.offer(folder, listed, partial(self._published.write, listed, folder))
 
@@ -352,7 +347,7 @@ class DiskDeltaChannel(DeltaChannel):
         try:
             super()._serve(update)
         except WeightSyncError as error:
-            if error.code not in NEEDS_WHOLE or self._whole == self._last[1]:
+            if error.code not in NEEDS_WHOLE or self._whole == self._base:
                 raise
             get_logger(__name__).warning("version %d is written whole: %s", update.version, error)
             with self._writes(update.version):
@@ -374,7 +369,7 @@ class DiskDeltaChannel(DeltaChannel):
         url = self._install(writing, listed, folder.name)
         used = {name, self._whole, *(Path(url).name for url, _ in self._deltas.values())}
         before, last = self._used
-        self._used = before if name == self._last[1] else last, frozenset(used)
+        self._used = before if name == self._base else last, frozenset(used)
         return url
 
     def _install(self, filled: Path, listed: FolderList, prefix: str = "") -> str:

@@ -57,6 +57,8 @@ class PublishedWeights:
         self._urls: list[str] = []
         """On rank 0: of the files of the other ranks."""
         self._num_replaced = 0
+        self._kept: int | None = None
+        """The version whose weights these are; None when it was not offered."""
         self._local: LocalFolder | None = None
         self._server: FolderServer | None = None
         if ranks.world_size > 1:
@@ -65,6 +67,14 @@ class PublishedWeights:
             self._local = LocalFolder(f"{store_prefix(self._token, 'parts')[:24]}-{secrets.token_hex(4)}")
             if ranks.rank > 0 and self._image.contents:
                 self._server = FolderServer(host, self._token)
+
+    def has_base(self, version: int) -> bool:
+        """Whether `version` can be a difference to the weights that are kept; not when they are of the same version."""
+        return self._kept is not None and version != self._kept and version % FULL_EVERY != 0
+
+    def keep(self, version: int) -> None:
+        """`version`, with the weights that `replace` took, was offered."""
+        self._kept = version
 
     def replace(
         self, weights: Iterator[tuple[str, Tensor]], write: Callable[[Iterator[Change]], None], *, compare: bool
@@ -76,6 +86,7 @@ class PublishedWeights:
         version.
         """
         self._forget()
+        self._kept = None
         changes, problem = self._image.take(weights, compare=compare), None
         if self._ranks.rank == 0:
             every = chain(changes, self._changes_elsewhere())

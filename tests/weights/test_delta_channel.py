@@ -18,7 +18,7 @@ from areal.inference.weight_update import ServedWeights
 from areal.system.folder_delta import write_delta
 from areal.system.folders import FolderPuller
 from areal.system.network import TOKEN_VARIABLE, Host
-from areal.weights import disk
+from areal.weights import disk, published_weights
 from areal.weights.disk import DeltaChannel, DiskChannel, DiskDeltaChannel, HttpDeltaChannel
 from areal.weights.published_weights import PublishedWeights
 from areal.weights.weight_files import checksum_of
@@ -198,7 +198,7 @@ def test_a_server_process_that_starts_again_uses_the_copies_of_the_one_before(se
 
 
 def test_every_fiftieth_version_is_copied_whole(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "FULL_EVERY", 4)
+    monkeypatch.setattr(published_weights, "FULL_EVERY", 4)
     result: list[str] = []
     for version in range(3, 10):
         step(setup.engine.model)

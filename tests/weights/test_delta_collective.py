@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import ArealError
 from areal.inference.weight_update import ServedWeights
-from areal.weights import collective
+from areal.weights import published_weights
 from areal.weights.collective import DeltaCollectiveChannel
 from areal.weights.weight_files import checksum_of
 from tests.expect import raises_code, serve
@@ -161,7 +161,7 @@ def test_when_all_differ_the_second_attempt_has_whole_weights(setup: Setup) -> N
 def test_every_fiftieth_version_and_changed_weights_of_the_same_one_are_whole(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collective, "FULL_EVERY", 4)
+    monkeypatch.setattr(published_weights, "FULL_EVERY", 4)
     result: list[bool] = []
     for version in (3, 4, 5, 6, 6, 7):
         step(setup.engine.model)
