@@ -31,7 +31,7 @@ from areal.system.folders import NEEDS_WHOLE, PULLED_WEIGHTS
 # ----------------------------------------------------------------------------------------------------------------------
 # The rules of the weight canary: the probe, how its answers are compared, and the tolerance. Nothing here does I/O.
 
-PROBE_TOKENS = 2
+PROBE_TOKENS = 2  # the first of a pass over the prompt, the second of a decode step
 PROBE_PREFIX = "canary-"
 """The request ids of probes begin with it."""
 _PROMPT_TOKENS = 8
