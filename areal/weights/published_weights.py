@@ -58,7 +58,7 @@ class PublishedWeights:
         """On rank 0: of the files of the other ranks."""
         self._num_replaced = 0
         self._kept: int | None = None
-        """The version whose weights these are; None when it was not offered."""
+        """The version that was offered with these weights; None before that."""
         self._local: LocalFolder | None = None
         self._server: FolderServer | None = None
         if ranks.world_size > 1:
@@ -69,11 +69,11 @@ class PublishedWeights:
                 self._server = FolderServer(host, self._token)
 
     def has_base(self, version: int) -> bool:
-        """Whether `version` can be a difference to the weights that are kept; not when they are of the same version."""
+        """Whether `version` can be a difference to the weights here, which may be those of the same version."""
         return self._kept is not None and version != self._kept and version % FULL_EVERY != 0
 
     def keep(self, version: int) -> None:
-        """`version`, with the weights that `replace` took, was offered."""
+        """The weights that `replace` took were offered as `version`."""
         self._kept = version
 
     def replace(

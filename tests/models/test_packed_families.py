@@ -57,13 +57,15 @@ def alone(model: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
     """The log-probabilities of each sequence, which transformers computes one after the other."""
     result: list[torch.Tensor] = []
     for ids in torch.split(batch.input_ids, batch.sequence_lengths):
-        logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        result += [logits.gather(1, ids[1:, None])[:, 0], torch.zeros(1)]
+        logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1]
+        logprobs = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        result += [logprobs.gather(1, ids[1:, None])[:, 0], torch.zeros(1)]
     return torch.cat(result)
 
 
 def theirs(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return FAMILIES[family].from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    parts = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return FAMILIES[family].from_pretrained(folder, dtype=dtype, **parts).eval()
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -131,9 +133,10 @@ def check_lora(family: str, folder: Path, batch: TrainBatch) -> None:
     engine.optimizer_step()
     engine.save(folder / "merged", with_optimizer=False)
     with torch.no_grad():
-        expected = alone(theirs(folder / "merged", family), batch)
-    # Rounding alone is up to 2e-4: transformers differs by 3e-5 from float64 with those of lfm3.
-    assert (engine.forward(batch).logprobs - expected).abs().max() < 5e-4
+        exact = alone(theirs(folder / "merged", family, torch.float64), batch)
+        rounding = (alone(theirs(folder / "merged", family), batch) - exact).abs().max()
+    # Where float32 is inexact in transformers too, the separate products of the adapters round more often.
+    assert (engine.forward(batch).logprobs - exact).abs().max() < max(1e-4, 5 * rounding)
 
 
 @pytest.mark.parametrize("family", QUICK)
