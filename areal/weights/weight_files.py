@@ -27,8 +27,8 @@ from areal.system.durable import rename
 
 _COLUMNS = 2**15
 """Positions with separate multipliers; later rows reuse them, times a multiplier per row."""
-_CPU_ROWS, _CUDA_ROWS = 1, 2**7
-"""Rows per block: temporaries of 256 KiB, which fit the cache, and of 32 MiB."""
+_CPU_ROWS, _CUDA_ROWS = 8, 2**7
+"""Rows per block: temporaries of 2 MiB, which fit the cache, and of 32 MiB."""
 _WORDS = {1: torch.uint8, 2: torch.int16}
 """Element size -> integer type; larger elements are words of four bytes, so that their top bits have enough weight."""
 
@@ -72,10 +72,10 @@ class WeightsChecksum:
             block = words[first * _COLUMNS : (first + step) * _COLUMNS]
             whole = block.numel() // _COLUMNS
             if whole:
-                sums = (block[: whole * _COLUMNS].view(whole, _COLUMNS) * columns).sum(1)
+                sums = _products(block[: whole * _COLUMNS].view(whole, _COLUMNS), columns)
                 total += (sums * rows[first : first + whole]).sum()
             if rest := block.numel() % _COLUMNS:
-                total += (block[whole * _COLUMNS :] * columns[:rest]).sum() * rows[first + whole]
+                total += _products(block[None, whole * _COLUMNS :], columns[:rest])[0] * rows[first + whole]
         return total
 
     def adding(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -83,6 +83,13 @@ class WeightsChecksum:
         for name, weight in weights:
             self.add(name, weight)
             yield name, weight
+
+
+def _products(rows: Tensor, columns: Tensor) -> Tensor:
+    """The product of each row of `rows` [r, c] with `columns` [c] int64, modulo 2^64. Returns [r] int64."""
+    if rows.device.type == "cpu":  # numpy takes half the time of torch
+        return torch.from_numpy(rows.numpy().astype(np.int64) @ columns.numpy())
+    return (rows * columns).sum(1)
 
 
 def checksum_of(engine: WeightSource, ranks: Ranks) -> str:
