@@ -17,6 +17,7 @@ from areal.system.run_paths import RunPaths
 
 LIMIT_S = 60.0
 STEPS, STOP_S = 20, 15.0
+_SHOWN_LINES = 5
 NAME = ("areal-plan", "calibration")
 _OPTIONS = (
     f"experiment_name={NAME[0]}", f"trial_name={NAME[1]}", f"total_train_steps={STEPS}", "total_train_epochs=null",
@@ -32,11 +33,12 @@ def _exit(number: int, frame: object) -> NoReturn:
 def calibrate(config: PPOConfig, folder: Path) -> Path:
     """Run a configuration in `folder`, for at most LIMIT_S; returns the folder of the run.
 
-    InputError when it does not train enough steps in that time.
+    InputError when it fails, or does not train enough steps in that time.
     """
     paths, whole, log = RunPaths(folder.joinpath(*NAME)), folder / "config.yaml", folder / "calibration.log"
     secrets = save_config(config, whole)  # with the paths that follow from the names of the experiment and its folder
     command = [sys.executable, "-m", "areal.launcher", "--config", str(whole), *_OPTIONS, f"cluster.fileroot={folder}"]
+    has_failed = False
     before = signal.signal(signal.SIGTERM, _exit)  # so that the run is stopped in order
     try:
         with log.open("wb") as output, subprocess.Popen(
@@ -45,7 +47,7 @@ def calibrate(config: PPOConfig, folder: Path) -> Path:
         ) as run:  # fmt: skip
             try:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    run.wait(LIMIT_S - STOP_S)
+                    has_failed = run.wait(LIMIT_S - STOP_S) != 0
             finally:
                 run.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -55,7 +57,8 @@ def calibrate(config: PPOConfig, folder: Path) -> Path:
         signal.signal(signal.SIGTERM, before)
     steps = len(read_step_lines(paths.metrics))
     if steps < WARMUP_STEPS + 3:
-        last = log.read_text(errors="replace").strip().rpartition("\n")[2]
-        text = f"--calibrate trained {steps} steps in {LIMIT_S:.0f} s, {WARMUP_STEPS + 3} are needed: plan with --from "
-        raise InputError(f"{text}a longer run, or --card; its last line: {last}", code="plan.calibration")
+        last = "\n".join(log.read_text(errors="replace").strip().splitlines()[-_SHOWN_LINES:])
+        text = f"trained {steps} steps in {LIMIT_S:.0f} s, {WARMUP_STEPS + 3} are needed: plan with --from a longer "
+        text = "failed" if has_failed else f"{text}run, or --card"
+        raise InputError(f"the run of --calibrate {text}; its last lines:\n{last}", code="plan.calibration")
     return paths.root

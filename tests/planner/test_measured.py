@@ -13,6 +13,7 @@ import pytest
 
 from areal.api.config import NativeServerConfig
 from areal.api.config.train import Float8Config, MegatronEngineConfig
+from areal.api.errors import InputError
 from areal.cli.main import run_command
 from areal.planner import command
 from areal.planner.calibration import calibrate
@@ -203,6 +204,18 @@ def test_a_calibration_ends_with_its_command(tmp_path, monkeypatch):
         calibrate(setting().config, tmp_path)
     assert signal.getsignal(signal.SIGTERM) is before
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+def test_a_calibration_whose_run_fails_names_the_error_of_the_run(tmp_path, monkeypatch):
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\necho 'areal: error: actor.path: m is no folder'\nexit 2\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    with pytest.raises(InputError) as caught:
+        calibrate(setting().config, tmp_path)
+    assert caught.value.code == "plan.calibration"
+    assert "failed" in str(caught.value)
+    assert "areal: error: actor.path: m is no folder" in str(caught.value)
 
 
 def test_gains_have_no_change_that_a_run_refuses():
