@@ -175,7 +175,7 @@ def facts_text(episodes: Mapping[str, Any] | None, alarms: list[Alarm]) -> str:
             named = ", ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda pair: -pair[1]))
             parts.append(f"{episodes[outcome]} {outcome}" + (f" ({named})" if named else ""))
         if episodes.get("selection"):
-            parts.append(f"of the newest, {episodes['selection']}")
+            parts.append(episodes["selection"])
     first: dict[str, int] = {}
     for alarm in alarms:
         first.setdefault(alarm.name, alarm.step)
