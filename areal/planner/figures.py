@@ -39,11 +39,16 @@ class Interval:
         return cls(mean, mean - half, mean + half)
 
     def __str__(self) -> str:
-        return f"{self.mean:.3g} [{max(0.0, self.low):.3g}, {self.high:.3g}]"
+        return f"{rounded(self.mean)} [{rounded(max(0.0, self.low))}, {rounded(self.high)}]"
 
     @property
     def percent(self) -> str:
         return f"{self.mean:.0%} [{max(0.0, self.low):.0%}, {self.high:.0%}]"
+
+
+def rounded(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    return f"{float(f'{value:.3g}'):,.12g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
