@@ -26,7 +26,7 @@ from rich.text import Text
 from areal.api.config import BaseExperimentConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import InputError, LedgerError
-from areal.api.metrics import evaluations_of, result_text, unscored_text
+from areal.api.metrics import evaluations_of, result_text, rounded, unscored_text
 from areal.cli.compare import Curve, sparkline
 from areal.cli.predicted import Figure, against_plan, figure_text, read_plan
 from areal.cli.show import safe
@@ -569,7 +569,7 @@ def _chart(curves: Mapping[str, Curve], width: int) -> RenderableType:
         return Text("no train step yet", style="bright_black")
     legend = Text()
     for color, (name, curve) in zip(itertools.cycle(_COLORS), curves.items(), strict=False):
-        legend.append(f"— {name} {curve.values[-1]:.4g}  ", style=color)
+        legend.append(f"— {name} {rounded(curve.values[-1])}  ", style=color)
     columns = max(10, width - _LABEL - 1)
     everything = [value for curve in curves.values() for value in curve.values]
     low, high = min(everything), max(everything)
@@ -614,7 +614,7 @@ def _curves(curves: Mapping[str, Curve], width: int) -> RenderableType:
     for name, curve in curves.items():
         low, high = min(curve.values), max(curve.values)
         table.add_row(
-            name, Text(sparkline(curve.values, low, high, width=bars), style="cyan"), f"{curve.values[-1]:.4g}"
+            name, Text(sparkline(curve.values, low, high, width=bars), style="cyan"), f"{rounded(curve.values[-1])}"
         )
     return table if curves else Text("none yet", style="bright_black")
 

@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from areal.api.config import PPOConfig
+from areal.api.metrics import rounded
 from areal.planner.simulation import Outcome, Setting, coarse, part_of, simulate
 
 SEEDS = 3
@@ -39,16 +40,11 @@ class Interval:
         return cls(mean, mean - half, mean + half)
 
     def __str__(self) -> str:
-        return f"{rounded(self.mean)} [{rounded(max(0.0, self.low))}, {rounded(self.high)}]"
+        return f"{rounded(self.mean, 3)} [{rounded(max(0.0, self.low), 3)}, {rounded(self.high, 3)}]"
 
     @property
     def percent(self) -> str:
         return f"{self.mean:.0%} [{max(0.0, self.low):.0%}, {self.high:.0%}]"
-
-
-def rounded(value: float) -> str:
-    """Three significant digits, without an exponent."""
-    return f"{float(f'{value:.3g}'):,.12g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
