@@ -27,6 +27,11 @@ async def gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:
         raise
 
 
+def rounded(value: float, digits: int = 4) -> str:
+    """A number for people: significant digits, and no exponent for large ones."""
+    return f"{float(f'{value:.{digits}g}'):,.12g}"
+
+
 @dataclass(frozen=True, slots=True)
 class Metric:
     """A partial statistic.

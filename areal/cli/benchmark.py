@@ -17,6 +17,7 @@ from areal.api.config import PPOConfig
 from areal.api.config.experiment import LengthRule, sweep_words
 from areal.api.config.load import load_experiment
 from areal.api.errors import ConfigError, InputError
+from areal.api.metrics import rounded
 from areal.models.checkpoint_files import stored_weights
 from areal.observe.trace import WAIT, waits_text
 from areal.system.durable import write_atomic
@@ -145,7 +146,7 @@ def _mfu(tokens_per_s: float, hardware: Hardware) -> float | None:
 
 def table_lines(figures: Throughput) -> list[str]:
     def each(value: float | None, unit: str) -> str:
-        return "unknown" if value is None else f"{value:,.4g} {unit}".rstrip()
+        return "unknown" if value is None else f"{rounded(value)} {unit}".rstrip()
 
     rows = [
         ("steps measured", f"{figures.steps} in {figures.seconds:.1f} s ({figures.seconds_per_step:.3g} s each)"),

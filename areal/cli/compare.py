@@ -14,7 +14,7 @@ import orjson
 from areal.api.config.load import load_experiment
 from areal.api.config.redaction import public
 from areal.api.errors import ConfigError, InputError
-from areal.api.metrics import result_text, unscored_text
+from areal.api.metrics import result_text, rounded, unscored_text
 from areal.cli.web_page import Chart, Series, page
 from areal.importers.draft import flat
 from areal.ledger.audit import ledger_folder
@@ -203,13 +203,13 @@ def _lines(comparison: Comparison) -> list[str]:
     width = max(map(len, comparison.runs))
     for metric, curves in comparison.curves.items():
         (first, end), (low, high) = _extent(curves)
-        lines += ["", f"{metric} ({low:.4g} to {high:.4g}), steps {first} to {end}"]
+        lines += ["", f"{metric} ({rounded(low)} to {rounded(high)}), steps {first} to {end}"]
         for name, curve in zip(comparison.runs, curves, strict=True):
             if curve is None:
                 lines.append(f"  {name:<{width}}  not recorded")
                 continue
             ends = curve.ends()
-            facts = f"last {ends.last:.4g}, last tenth {ends.last_tenth:.4g}, {ends.num_values} values"
+            facts = f"last {rounded(ends.last)}, last tenth {rounded(ends.last_tenth)}, {ends.num_values} values"
             facts += f"; newest evaluation: {curve.note}" if curve.note else ""
             lines.append(f"  {name:<{width}}  {bars_by_step(curve, (first, end), low, high)}  {facts}")
     return lines

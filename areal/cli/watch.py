@@ -26,7 +26,7 @@ from rich.text import Text
 from areal.api.config import BaseExperimentConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import InputError, LedgerError
-from areal.api.metrics import evaluations_of, result_text, unscored_text
+from areal.api.metrics import evaluations_of, result_text, rounded, unscored_text
 from areal.cli.compare import Curve, sparkline
 from areal.cli.predicted import Figure, against_plan, figure_text, read_plan
 from areal.cli.show import safe
@@ -43,6 +43,7 @@ from areal.serve.journal import opened_journal, undisturbed
 from areal.serve.tenants import Model, Tenants
 from areal.system.discovery import registry_of
 from areal.system.heartbeat import Beat, read_beats
+from areal.system.network import port_number
 from areal.system.run_paths import RunPaths, existing_run
 
 # What `areal watch` shows of a run, read from its folder and, while it runs, from its controller.
@@ -568,7 +569,7 @@ def _chart(curves: Mapping[str, Curve], width: int) -> RenderableType:
         return Text("no train step yet", style="bright_black")
     legend = Text()
     for color, (name, curve) in zip(itertools.cycle(_COLORS), curves.items(), strict=False):
-        legend.append(f"— {name} {curve.values[-1]:.4g}  ", style=color)
+        legend.append(f"— {name} {rounded(curve.values[-1])}  ", style=color)
     columns = max(10, width - _LABEL - 1)
     everything = [value for curve in curves.values() for value in curve.values]
     low, high = min(everything), max(everything)
@@ -613,7 +614,7 @@ def _curves(curves: Mapping[str, Curve], width: int) -> RenderableType:
     for name, curve in curves.items():
         low, high = min(curve.values), max(curve.values)
         table.add_row(
-            name, Text(sparkline(curve.values, low, high, width=bars), style="cyan"), f"{curve.values[-1]:.4g}"
+            name, Text(sparkline(curve.values, low, high, width=bars), style="cyan"), rounded(curve.values[-1])
         )
     return table if curves else Text("none yet", style="bright_black")
 
@@ -726,7 +727,7 @@ def watch(words: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the facts once as JSON")
     parser.add_argument("--web", action="store_true", help="serve a page for a browser on this machine")
-    parser.add_argument("--port", type=_port, metavar="N", help="of the page (default: any free one)")
+    parser.add_argument("--port", type=port_number, metavar="N", help="of the page (default: any free one)")
     args = parser.parse_args(words)
     if args.port is not None and not args.web:
         parser.error("--port is that of the page: add --web")
@@ -765,9 +766,3 @@ def _seconds(text: str) -> float:
     if not 0.1 <= seconds <= 3600:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.1 to 3600")
     return seconds
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port from 1 to 65535")
-    return int(text)

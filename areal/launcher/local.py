@@ -463,7 +463,7 @@ def _launch(request: Launch, cluster: Cluster) -> int:
                 write_atomic(paths.summary, json.dumps(summary, indent=1).encode())
             except OSError as error:
                 line.say(f"areal: {paths.summary} was not written: {error.strerror or error}")
-        if outcome.status == "interrupted" and interruptions.may_wait and config.recover.mode != "disabled":
+        if outcome.status == "interrupted" and config.recover.mode != "disabled":
             line.say(how_to_continue(newest_checkpoint(paths), config.recover.mode, sys.orig_argv))
         _print_summary(request, paths, summary)
         for row in [*metrics_text(metrics), *unscored_lines(rows)]:

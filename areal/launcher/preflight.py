@@ -375,8 +375,8 @@ def server_problems(
     except _NoAnswer as error:
         return [*problems, f"server_python: {python} does not report the versions of its packages: {error}"]
     if problem := _version_problem(backend, versions, on_gpu=bool(planned.gpus)):
-        advice = "" if config.server_python else "; this is the interpreter of areal itself, set server_python"
-        return [*problems, f"server_python: {python}: {problem}{advice}"]
+        other = "" if config.server_python else ", or set server_python: this is the interpreter of areal itself"
+        return [*problems, f"server_python: {python}: {problem}{other}"]
     nccl = next((f", NCCL {versions[name]}" for name in _NCCL_PACKAGES if versions[name]), "")
     say(f"areal: {backend.title} {versions[backend.name]}, torch {versions['torch']}{nccl} in {python}")
     return problems
@@ -418,7 +418,7 @@ def _version_problem(backend: ServerBackend, versions: Versions, *, on_gpu: bool
     """Why the installed versions cannot run, or ''. A version that cannot be parsed is accepted as a new one."""
     version, torch = versions[backend.name], versions["torch"]
     if not version:
-        return f"{backend.title} is not installed there: install it, or set server_python to another interpreter"
+        return f"{backend.title} is not installed there: install it"
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     oldest = tuple(map(int, backend.minimum_version.split(".")))
     if numbers is not None and tuple(map(int, numbers.groups())) < oldest:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.api.config import EvaluatorConfig
-from areal.api.metrics import evaluations_of, result_text, unscored_text
+from areal.api.metrics import evaluations_of, result_text, rounded, unscored_text
 from areal.observe.alarms import Alarm, alarms_text, by_meaning
 from areal.observe.metric_table import MAIN_METRICS, matching
 from areal.observe.step_files import StepLines, read_step_lines
@@ -160,7 +160,8 @@ def metrics_text(metrics: Mapping[str, Mapping[str, float]]) -> list[str]:
         return []
     width = max(map(len, metrics))
     head = f"{'mean of the':<{width}}  {'first tenth':>12}  {'last tenth':>12}"
-    return [head, *(f"{key:<{width}}  {ends['first']:>12.4g}  {ends['last']:>12.4g}" for key, ends in metrics.items())]
+    rows = ((key, rounded(ends["first"]), rounded(ends["last"])) for key, ends in metrics.items())
+    return [head, *(f"{key:<{width}}  {first:>12}  {last:>12}" for key, first, last in rows)]
 
 
 def facts_text(episodes: Mapping[str, Any] | None, alarms: list[Alarm]) -> str:
@@ -175,7 +176,7 @@ def facts_text(episodes: Mapping[str, Any] | None, alarms: list[Alarm]) -> str:
             named = ", ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda pair: -pair[1]))
             parts.append(f"{episodes[outcome]} {outcome}" + (f" ({named})" if named else ""))
         if episodes.get("selection"):
-            parts.append(f"of the newest, {episodes['selection']}")
+            parts.append(episodes["selection"])
     first: dict[str, int] = {}
     for alarm in alarms:
         first.setdefault(alarm.name, alarm.step)

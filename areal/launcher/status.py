@@ -743,8 +743,8 @@ def how_to_continue(newest: Path | None, mode: str, command: Sequence[str]) -> s
     if len(words) > 1 and Path(words[1]).name == "areal":  # the console script
         words = ["areal", *words[2:]]
     words += [] if mode in ("auto", "resume") else ["recover.mode=auto"]
-    place = f"saved as {newest.name}" if newest else "no recovery checkpoint yet, the finished episodes are kept"
-    return f"areal: {place}; to continue: {shlex.join(words)}"
+    place = f"newest recovery checkpoint: {newest.name}; " if newest else ""
+    return f"areal: {place}to continue: {shlex.join(words)}"
 
 
 def read_tree(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from areal.api.errors import LedgerError
+from areal.api.metrics import rounded
 from areal.data.prefix_tree import sorted_rows
 from areal.ledger.event_files import PayloadReader, Progress, open_reader
 from areal.ledger.payload import read_table
@@ -60,7 +61,7 @@ class Histogram:
             return [f"{self.title}: no values"]
         mean = sum(value * times for value, times in self.counts.items()) / total * self.scale
         quantiles = ", ".join(f"{name} {self.quantile(share):g}" for name, share in (("median", 0.5), ("99%", 0.99)))
-        head = f"{self.title}{f' ({self.unit})' if self.unit else ''}: {total}, mean {mean:.4g}, {quantiles}"
+        head = f"{self.title}{f' ({self.unit})' if self.unit else ''}: {total}, mean {rounded(mean)}, {quantiles}"
         scale = self.scale
         labels = [f"{low * scale:g}" + (f" to {high * scale:g}" if high > low else "") for low, high, _ in bins]
         width, most = max(map(len, labels)), max(times for _, _, times in bins)
@@ -131,10 +132,9 @@ class LedgerStats:
         rates = self.rates()
         lines.append(f"{self.num_accepted} accepted episodes with {self.generated_tokens} generated tokens")
         if "episodes_per_s" in rates:
-            lines.append(
-                f"{rates['episodes_per_s']:.4g} accepted episodes/s and {rates['generated_tokens_per_s']:.4g} "
-                f"generated tokens/s during {self.seconds:.1f} s of controller time"
-            )
+            per_s = f"{rounded(rates['episodes_per_s'])} accepted episodes/s and "
+            per_s += f"{rounded(rates['generated_tokens_per_s'])} generated tokens/s"
+            lines.append(f"{per_s} during {self.seconds:.1f} s of controller time")
         if "event_bytes_per_episode" in rates:
             lines.append(
                 f"{rates['event_bytes_per_episode']:.0f} bytes of events and {rates['payload_bytes_per_episode']:.0f} "

@@ -29,7 +29,7 @@ from areal.system.device import cpu_count, gpu_memory_bytes
 from areal.system.durable import write_atomic
 from areal.system.run_paths import existing_run
 
-MEASURED_ERROR = "the intervals are over seeds only; plans of nine runs on two cores were off by up to 15%"
+MEASURED_ERROR = "the intervals are over seeds only; plans of nine runs on two cores were off by up to 24%"
 _ASSUMED_PROMPT, _ASSUMED_SHARE, _ASSUMED_SIGMA = 256, 0.25, 0.9
 
 

@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from areal.api.config import PPOConfig
+from areal.api.metrics import rounded
 from areal.planner.simulation import Outcome, Setting, coarse, part_of, simulate
 
 SEEDS = 3
@@ -39,7 +40,7 @@ class Interval:
         return cls(mean, mean - half, mean + half)
 
     def __str__(self) -> str:
-        return f"{self.mean:.3g} [{max(0.0, self.low):.3g}, {self.high:.3g}]"
+        return f"{rounded(self.mean, 3)} [{rounded(max(0.0, self.low), 3)}, {rounded(self.high, 3)}]"
 
     @property
     def percent(self) -> str:

@@ -14,6 +14,7 @@ from areal.api.allocation import ParallelDims
 from areal.api.config import PPOConfig
 from areal.api.config.validate import problems_of
 from areal.api.errors import ArealError, ConfigError
+from areal.api.metrics import rounded
 from areal.launcher.memory_plan import CARD_SHARE, largest_micro_batch, planned_memory
 from areal.planner.figures import SEEDS, Figures, simulated
 from areal.planner.simulation import Setting, resized
@@ -220,7 +221,7 @@ class Search:
                 self._why = str(error)
                 continue
             ranked.append(entry)
-            self._say(f"{text_of(point.options())}: {entry.figures.steps_per_hour.mean:.3g} steps per hour")
+            self._say(f"{text_of(point.options())}: {rounded(entry.figures.steps_per_hour.mean, 3)} steps per hour")
         return ranked
 
     def _chosen(self, bound: int) -> list[Point]:

@@ -120,12 +120,13 @@ def selection_text(stats: dict[str, float]) -> str:
         return ""
     prefix = "selection/lost/"
     reasons = sorted(((value, name.removeprefix(prefix)) for name, value in stats.items() if name.startswith(prefix)))
-    parts = [f"lost {stats['selection/lost_frac']:.0%} of the episodes"]
+    parts = [f"{stats['selection/lost_frac']:.0%} of the newest episodes are not trained on"]
     parts[0] += " (" + ", ".join(f"{name} {value:.0%}" for value, name in reversed(reasons)) + ")"
     if "selection/length_ratio" in stats:
         parts.append(f"trained answers are {stats['selection/length_ratio']:.2f} times as long as generated ones")
     if "selection/reward_gap" in stats:
-        parts.append(f"their reward is {stats['selection/reward_gap']:+.3f} from that of all")
+        gap = stats["selection/reward_gap"]
+        parts.append(f"their reward is {abs(gap):.3f} {'below' if gap < 0 else 'above'} that of all")
     if stats["selection/source_shift"] > 0:
         parts.append(f"{stats['selection/source_shift']:.0%} of them come from other sources")
     return "; ".join(parts)

@@ -21,7 +21,7 @@ from areal.serve.audit import FOLDER, FORMAT, SETTINGS, check_format
 from areal.serve.service import ServedModel
 from areal.serve.tenants import ALPHA
 from areal.system.durable import write_atomic
-from areal.system.network import LOOPBACK
+from areal.system.network import LOOPBACK, bind_socket, port_number
 from areal.system.run_paths import RunPaths
 
 PORT = 8765
@@ -49,6 +49,7 @@ def run_serve(words: Sequence[str]) -> int:
     )
     line = StatusLine()
     if not args.dry_run:
+        bind_socket(LOOPBACK, args.port).close()  # fails before anything starts, not in the gateway
         check_format(folder)
         _check_same_kind(folder / SETTINGS, served)
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="train all weights, of one model at a time; the LoRA rank that a client asks for is ignored",
     )
-    parser.add_argument("--port", type=int, default=PORT, metavar="N", help=f"port of the service; default {PORT}")
+    parser.add_argument(
+        "--port", type=port_number, default=PORT, metavar="N", help=f"port of the service; default {PORT}"
+    )
     parser.add_argument("--users", default="user", metavar="A,B", help="names of users, each with a key of its own")
     parser.add_argument(
         "--config", dest="files", metavar="FILE", action="append", default=[], help="configuration file"

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import socket
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -107,6 +108,13 @@ def bind_socket(address: str = LOOPBACK, port: int = 0) -> socket.socket:
         message = f"cannot listen on {address}:{port}: {error.strerror or error}"
         raise LaunchError(message, code="process.cannot_listen") from error
     return bound
+
+
+def port_number(text: str) -> int:
+    """The port that a command-line argument names."""
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise ArgumentTypeError(f"{text!r} is no port from 1 to 65535")
+    return int(text)
 
 
 def http_address(bound: socket.socket, advertise: str | None = None) -> str:

@@ -126,9 +126,10 @@ class Trial:
 
 def try_first_row(config: PPOConfig) -> FirstRow:
     """Try row 0. Every failure is a problem or a warning of the result."""
-    result = FirstRow()
+    result = FirstRow(problems=_model_problems(config))
+    if result.problems:
+        return result
     try:
-        _require_models(config)
         trial = Trial.of(config, 0)
         check_adapters(config, trial.workflow, [trial.row])
         result.notice = trial.workflow.notice()
@@ -153,12 +154,17 @@ def try_first_row(config: PPOConfig) -> FirstRow:
     return result
 
 
-def _require_models(config: PPOConfig) -> None:
-    """InputError when a model is no folder and its configuration cannot be read from the hub."""
+def _model_problems(config: PPOConfig) -> list[ConfigProblem]:
+    """The models that are no folders and whose configuration cannot be read from the hub."""
+    problems: list[ConfigProblem] = []
     for key, model in config.models.items():
-        if not Path(model.path).expanduser().is_dir():
-            hub_file(model.path, "config.json", key=f"{key}.path")
-            read_vision_layout(model.path, downloads=True)  # later steps read it from the cache
+        try:
+            if not Path(model.path).expanduser().is_dir():
+                hub_file(model.path, "config.json", key=f"{key}.path")
+                read_vision_layout(model.path, downloads=True)  # later steps read it from the cache
+        except ArealError as error:
+            problems.append(ConfigProblem(f"{key}.path", str(error), error.code))
+    return problems
 
 
 def _check_context(config: PPOConfig, first_row: FirstRow) -> None:

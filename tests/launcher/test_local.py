@@ -159,6 +159,7 @@ def test_an_interruption_ends_all_processes(folder, number):
         _, stderr = launcher.communicate(timeout=120)
     assert launcher.returncode == 130
     assert "interrupted, all processes have ended" in stderr
+    assert "areal: to continue: " in stderr
     assert not any(alive(pid) for pid in pids)
     assert summary(folder)["status"] == "interrupted"
 

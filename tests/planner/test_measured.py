@@ -265,7 +265,7 @@ def test_a_plan_says_what_its_intervals_and_its_part_leave_out(tmp_path, capsys,
     words = [f"actor.path={tmp_path}", "allocation_mode=sglang:d16+fsdp:d2", "rollout.max_head_offpolicyness=0"]
     run_command(["plan", "--config", "benchmark/long_answers.yaml", "--card", "h100", *words])
     text = capsys.readouterr().out
-    assert "the intervals are over seeds only; plans of nine runs on two cores were off by up to 15%" in text
+    assert "the intervals are over seeds only; plans of nine runs on two cores were off by up to 24%" in text
     assert (
         "simulated: 8 of 16 servers, 128 of 512 episodes of a batch; stragglers among the others are left out" in text
     )

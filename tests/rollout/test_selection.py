@@ -35,9 +35,10 @@ def test_what_is_trained_on_is_compared_with_all_that_ended():
         }
     )
     assert selection_text(stats) == (
-        "lost 50% of the episodes (time_limit 25%, filter 25%); trained answers are 0.50 times as long as generated "
-        "ones; their reward is +0.250 from that of all; 50% of them come from other sources"
+        "50% of the newest episodes are not trained on (time_limit 25%, filter 25%); trained answers are 0.50 times as "
+        "long as generated ones; their reward is 0.250 above that of all; 50% of them come from other sources"
     )
+    assert "their reward is 0.128 below that of all" in selection_text(stats | {"selection/reward_gap": -0.128})
 
 
 def test_without_losses_there_is_nothing_to_say():

@@ -149,7 +149,8 @@ def test_a_model_that_the_hub_does_not_have_is_a_problem(config_of, monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = try_first_row(config_of(model="no-such-owner/no-such-model"))
     assert [problem.code for problem in result.problems] == ["model.not_found"]
-    assert "actor.path" in result.problems[0].message
+    assert result.problems[0].path == "actor.path"
+    assert result.problems[0].message.startswith("no-such-owner/no-such-model is neither a folder ")
 
 
 def test_a_held_out_set_without_the_columns_of_the_reward_is_refused(config_of, tmp_path):
