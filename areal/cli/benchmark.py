@@ -177,8 +177,8 @@ def table_lines(figures: Throughput) -> list[str]:
 _PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "A10G": 70.0}
 """Part of a card's name -> peak dense TFLOP/s in bf16, from the makers' data sheets."""
 _EVERY_RUN = (
-    "total_train_epochs=null", "total_train_n_seqs=null", "valid_dataset=null", "evaluator.eval_before_train=false",
-    "evaluator.stop_at={}", "saver={}", "recover.mode=disabled", "strict_config=false",
+    "total_train_epochs=null", "total_train_n_seqs=null", "valid_dataset=null", "evaluator={}",
+    "saver={}", "recover.mode=disabled", "strict_config=false",
 )  # fmt: skip
 """The end of every command line: nothing but training happens, and nothing else ends it."""
 

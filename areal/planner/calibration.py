@@ -21,8 +21,8 @@ _SHOWN_LINES = 5
 NAME = ("areal-plan", "calibration")
 _OPTIONS = (
     f"experiment_name={NAME[0]}", f"trial_name={NAME[1]}", f"total_train_steps={STEPS}", "total_train_epochs=null",
-    "total_train_n_seqs=null", "valid_dataset=null", "evaluator.eval_before_train=false", "evaluator.stop_at={}",
-    "saver={}", "recover.mode=disabled", "strict_config=false", "perf_tracer.enabled=true", "alarms.action=off",
+    "total_train_n_seqs=null", "valid_dataset=null", "evaluator={}", "saver={}",
+    "recover.mode=disabled", "strict_config=false", "perf_tracer.enabled=true", "alarms.action=off",
 )  # fmt: skip
 
 

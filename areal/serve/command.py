@@ -60,7 +60,7 @@ def run_serve(words: Sequence[str]) -> int:
             facts = {"address": f"http://{LOOPBACK}:{args.port}", "model": served.name, "keys": keys}
             sys.stdout.write(json.dumps(facts) + "\n")
             sys.stdout.flush()
-        line.say(f"areal: serves {served.name} at http://{LOOPBACK}:{args.port}; clients set")
+        line.say(f"areal: starts to serve {served.name} at http://{LOOPBACK}:{args.port}; clients set")
         line.say(f"  TINKER_BASE_URL=http://{LOOPBACK}:{args.port}")
         for user, key in keys.items():
             line.say(f"  TINKER_API_KEY={key}" + (f"   (user {user})" if len(keys) > 1 else ""))
