@@ -50,8 +50,8 @@ def test_ranks_compute_equally_many_tokens():
     dice = np.random.default_rng(0)
     groups = []
     for number in range(32):
-        prompt = int(dice.choice([40, 200, 900]))
-        sizes = (1000 - prompt) * dice.uniform(0.5, 1.5, 16)
+        prompt = int(dice.choice([10, 50, 225]))
+        sizes = (250 - prompt) * dice.uniform(0.5, 1.5, 16)
         groups.append(answers([number] * prompt, sizes.astype(int).clip(1), 100_000 * (number + 1)))
     by_rows = balanced_parts([sum(map(len, rows)) for rows in groups], 4)
     by_trees = tree_parts([tree_of(rows) for rows in groups], 4)
