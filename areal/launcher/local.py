@@ -49,6 +49,7 @@ from areal.launcher.preflight import (
     newest_checkpoint,
     notices,
     overwrite_run,
+    precision_notice,
     refused_models,
     reward_notice,
     run_lock,
@@ -372,7 +373,8 @@ def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine)
     plan = make_plan(config, machines, script=request.script, num_rows=count_rows(config), nccl=nccl)
     launched = dataclasses.replace(config, launcher=dataclasses.replace(config.launcher, type=request.launcher))
     # An evaluation has the options of a training, most of which it does not read.
-    for notice in ("" if config.allocation.evaluation else notice_of(launched), plan.warning):
+    ignored = "" if config.allocation.evaluation else notice_of(launched)
+    for notice in (ignored, plan.warning, precision_notice(config, plan)):
         if notice:
             line.say(f"areal: {notice}")
     problems = missing_inputs(config, request.script) + tracker_problems(config, plan)

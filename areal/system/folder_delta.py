@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal.api.errors import InputError
+from areal.system.device import cpu_count
 
 Words = NDArray[Any]
 """[n], unsigned integers of 1, 2, 4 or 8 bytes."""
@@ -39,6 +40,11 @@ _DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 """Errors of what a delta file says."""
 BLOCK_BYTES = 2**21
 """Blocks end at multiples of this size in a file, and where a tensor ends."""
+
+
+def byte_threads() -> ThreadPoolExecutor:
+    """Threads that read and change the bytes of weights. They leave half of the CPUs to requests."""
+    return ThreadPoolExecutor(max(1, cpu_count() // 2), thread_name_prefix="weights")
 
 
 def encode(old: Words, new: Words) -> bytes:
@@ -205,7 +211,7 @@ def change(contents: Mapping[str, _Bytes], delta: memoryview) -> None:
 
     try:
         listed = _list_in(delta)
-        with ThreadPoolExecutor(thread_name_prefix="delta") as pool:
+        with byte_threads() as pool:
             for name, blocks in listed.items():
                 for _ in pool.map(partial(make, contents[name]), blocks):
                     pass
@@ -225,7 +231,7 @@ def rebuild(
     """
     made: dict[str, list[int]] = {}
     try:
-        with ExitStack() as stack, ThreadPoolExecutor(thread_name_prefix="delta") as pool:
+        with ExitStack() as stack, byte_threads() as pool:
             opened = [stack.enter_context(_opened(delta)) for delta in deltas]
             lists = [(file.fileno(), _listed(file.fileno())) for file in opened]
             if not all(blocks.keys() <= sizes.keys() for _, blocks in lists):

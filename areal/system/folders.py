@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
 from io import BufferedIOBase
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from areal.api.errors import ArealError, InputError, RequestError, WeightSyncError
 from areal.system.durable import COMPLETE, is_complete, publish_folder, writing_folder
-from areal.system.folder_delta import change, rebuild
+from areal.system.folder_delta import byte_threads, change, rebuild
 from areal.system.http_guard import RequestGuard, guarded
 from areal.system.network import BACKLOG, Host, http_address, is_trainer, listen, store_prefix
 from areal.system.process import in_daemon_thread
@@ -132,7 +132,7 @@ class FolderList:
     def of(cls, folder: Path, block_bytes: int = BLOCK_BYTES) -> Self:
         """Read every file of a folder, which has no subfolders. The marker of a complete folder is left out."""
         files: list[ListedFile] = []
-        with ThreadPoolExecutor(thread_name_prefix="checksums") as pool:
+        with byte_threads() as pool:
             for path in sorted(path for path in folder.iterdir() if path.name != COMPLETE):
                 size = path.stat().st_size
                 sums = pool.map(partial(_sum_at, path, block_bytes), range(0, size, block_bytes))
@@ -143,7 +143,7 @@ class FolderList:
     def of_contents(cls, contents: Mapping[str, memoryview], block_bytes: int = BLOCK_BYTES) -> Self:
         """The list of a folder with these files."""
         files: list[ListedFile] = []
-        with ThreadPoolExecutor(thread_name_prefix="checksums") as pool:
+        with byte_threads() as pool:
             for name, content in sorted(contents.items()):
                 starts = range(0, len(content), block_bytes)
                 sums = pool.map(zlib.crc32, (content[start : start + block_bytes] for start in starts))

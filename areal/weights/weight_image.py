@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from areal.api.data import WeightSpec
 from areal.api.errors import WeightSyncError
 from areal.models.checkpoint_files import INDEX, PUBLISHED_FILE_BYTES
-from areal.system.folder_delta import Change, Piece, encode, pieces, words
+from areal.system.folder_delta import Change, Piece, byte_threads, encode, pieces, words
 from areal.system.folders import FolderList
 from areal.weights.weight_files import content_of, index_of, layout, plan_files
 
@@ -54,7 +54,7 @@ class WeightImage:
         WeightSyncError, after which the image is of no version, when they are other weights than `specs`."""
         waiting: deque[tuple[str, Piece, Future[bytes]]] = deque()
         missing = set(self._expected)
-        with ThreadPoolExecutor(thread_name_prefix="delta") as pool:
+        with byte_threads() as pool:
             for name, weight in weights:
                 expected = self._expected.get(name)
                 if expected is None or (weight.shape, weight.dtype) != (expected.shape, expected.dtype):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 import time
 
@@ -20,11 +21,12 @@ from areal.api.config import (
 )
 from areal.api.config.schema import options_without_effect
 from areal.api.errors import ConfigError
-from areal.launcher import local
+from areal.launcher import local, preflight
 from areal.launcher.job import make_plan
 from areal.launcher.placement import Machine
-from areal.launcher.preflight import environment_versions, nccl_versions, notices, server_problems
+from areal.launcher.preflight import environment_versions, nccl_versions, notices, precision_notice, server_problems
 from areal.launcher.status import StatusLine
+from areal.system.network import Host
 
 
 def config_of(backend, python="", **changes):
@@ -192,6 +194,25 @@ def test_quantized_weights_without_a_correction_are_pointed_out():
         assert config_of("vllm", vllm={"quantization": kind}).served_dtype == dtype
     (text,) = notices(config_of("vllm", vllm={"quantization": "fp8"}))
     assert text.startswith("areal: vllm.quantization=fp8: ")
+
+
+def test_bfloat16_on_a_processor_without_its_products_is_pointed_out(monkeypatch):
+    def notice(config, machine):
+        return precision_notice(config, make_plan(config, [machine]))
+
+    monkeypatch.setattr(preflight, "has_bfloat16_products", lambda: False)
+    host = Host(node=socket.gethostname())
+    here, default = Machine(cores=2, host=host), config_of("native")
+    assert notice(default, here).endswith(
+        "20 times as long as in float32: set actor.dtype=float32 native.dtype=float32"
+    )
+    assert notice(config_of("vllm"), here).endswith(": set actor.dtype=float32")
+    actor = PPOActorConfig(path="org/model", optimizer=OptimizerConfig(), dtype="float32")
+    assert not notice(config_of("vllm", actor=actor), here)
+    assert not notice(default, Machine(cores=2, gpus=("0", "1"), host=host))
+    assert not notice(default, Machine(cores=2, host=Host(node="another")))
+    monkeypatch.setattr(preflight, "has_bfloat16_products", lambda: True)
+    assert not notice(default, here)
 
 
 def test_server_problems_are_reported_with_all_others(interpreter, tmp_path, capsys):

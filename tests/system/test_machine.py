@@ -6,7 +6,7 @@ import pytest
 from areal.api.config import ClusterSpecConfig, SFTConfig
 from areal.api.errors import ConfigError
 from areal.system import device
-from areal.system.device import cpu_count, pick_device, visible_gpus
+from areal.system.device import cpu_count, has_bfloat16_products, pick_device, visible_gpus
 from areal.system.run_paths import RunPaths
 
 
@@ -103,3 +103,20 @@ def test_the_limits_of_control_groups_count(monkeypatch, tmp_path, group, files,
     monkeypatch.setattr(device.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**22}[name])
     assert (device.cpu_count(groups, ours), device.host_memory_bytes(groups, ours)) == (cores, gib * 2**30)
     assert device.host_memory_bytes(groups, tmp_path / "absent") == 16 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("cpu_info", "expected"),
+    [
+        ("flags\t\t: fpu avx2 avx512bw avx512dq avx512vl\n", True),
+        ("flags\t\t: fpu avx2 fma avx512bw\n", False),
+        ("Features\t: fp asimd bf16\n", True),
+        ("Features\t: fp asimd\n", False),
+        ("hart\t: 0\n", True),
+    ],
+)
+def test_processors_without_bfloat16_products_are_known_by_their_features(tmp_path, cpu_info, expected):
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\n{cpu_info}\n")
+    assert has_bfloat16_products(file) is expected
+    assert has_bfloat16_products(tmp_path / "absent")
