@@ -29,6 +29,7 @@ train_dataset: {path: FOLDER/rows.jsonl, batch_size: 4}
 reward_fn: FOLDER/mine.py:score
 gconfig: {n_samples: 4, max_new_tokens: 8}
 actor: {path: FOLDER/model, dtype: float32, optimizer: {lr: 1.0e-3}}
+native: {dtype: float32}
 """
 
 SIZES = {

@@ -373,8 +373,7 @@ def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine)
     plan = make_plan(config, machines, script=request.script, num_rows=count_rows(config), nccl=nccl)
     launched = dataclasses.replace(config, launcher=dataclasses.replace(config.launcher, type=request.launcher))
     # An evaluation has the options of a training, most of which it does not read.
-    ignored = "" if config.allocation.evaluation else notice_of(launched)
-    for notice in (ignored, plan.warning, precision_notice(config, plan)):
+    for notice in ("" if config.allocation.evaluation else notice_of(launched), plan.warning):
         if notice:
             line.say(f"areal: {notice}")
     problems = missing_inputs(config, request.script) + tracker_problems(config, plan)
@@ -392,7 +391,8 @@ def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine)
             checked = thread.submit(reward_notice, config) if request.dry_run else None
             tried = tried_row(config)
             notice = checked.result() if checked is not None and not tried.problems else ""
-    for text in (tried.notice, notice, *(f"warning: {warning}" for warning in tried.warnings)):
+    slow = "" if problems else precision_notice(config, plan)
+    for text in (tried.notice, notice, slow, *(f"warning: {warning}" for warning in tried.warnings)):
         if text:
             line.say(f"areal: {text}")
     raise_problems(tried.problems)

@@ -35,6 +35,7 @@ train_dataset:
 total_train_steps: 5
 model:
   path: org/model
+  dtype: float32
   optimizer:
     lr: 1.0e-3
 launcher:
