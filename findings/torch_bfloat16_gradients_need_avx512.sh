@@ -7,7 +7,7 @@
 # Assumption: a processor without bfloat16 instructions costs a constant factor, that of a conversion to float32. The
 # input gradient has as many multiplications as the forward pass and takes about as long, as it does in float32.
 #
-# Behaviour: torch's own product depends on how the matrices are stored. The forward pass, by the transposed weight,
+# Behaviour: the time of torch's own product depends on the storage order. The forward pass, by the transposed weight,
 # takes 8 times as long as in float32. The input gradient multiplies two matrices that are stored by rows and takes more
 # than 100 times as long as in float32, so the time of a forward pass does not predict that of a train step.
 #

@@ -416,7 +416,7 @@ def notices(config: PPOConfig) -> list[str]:
 
 
 def precision_notice(config: BaseExperimentConfig, plan: LaunchPlan) -> str:
-    """That the processors of this run are slow in its bfloat16; empty otherwise."""
+    """A notice that this processor is slow in bfloat16 and the run computes in it; else empty."""
     models = {} if config.allocation.evaluation else config.models
     keys = [f"{name}.dtype" for name, model in models.items() if model.dtype == "bfloat16"]
     if isinstance(config, PPOConfig) and config.server_backend == "native" and config.native.dtype == "bfloat16":
@@ -424,7 +424,7 @@ def precision_notice(config: BaseExperimentConfig, plan: LaunchPlan) -> str:
     is_here = {planned.host.node for planned in plan.processes} == {socket.gethostname()}
     if not keys or not is_here or any(planned.gpus for planned in plan.processes) or has_bfloat16_products():
         return ""
-    text = "this processor has no bfloat16 products, and torch's take 7 to 120 times as long as those of float32: set"
+    text = "torch multiplies bfloat16 matrices 7 to 120 times slower than float32 ones on this processor: set"
     return f"{text} {' '.join(f'{key}=float32' for key in keys)}"
 
 

@@ -36,6 +36,7 @@ _Bytes = NDArray[np.uint8]
 _ALL_NEW, _SPARSE, _DENSE = 0, 1, 2
 _DENSE_SHARE = 0.5
 _LARGEST_GAP = 255
+_MOST_THREADS = 32
 _DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 """Errors of what a delta file says."""
 BLOCK_BYTES = 2**21
@@ -43,8 +44,8 @@ BLOCK_BYTES = 2**21
 
 
 def byte_threads() -> ThreadPoolExecutor:
-    """Threads that read and change the bytes of weights. They leave half of the CPUs to requests."""
-    return ThreadPoolExecutor(max(1, cpu_count() // 2), thread_name_prefix="weights")
+    """Threads for the bytes of weights: at most half of the CPUs, because a server computes answers meanwhile."""
+    return ThreadPoolExecutor(min(max(1, cpu_count() // 2), _MOST_THREADS), thread_name_prefix="weights")
 
 
 def encode(old: Words, new: Words) -> bytes:

@@ -203,7 +203,7 @@ def test_bfloat16_on_a_processor_without_its_products_is_pointed_out(monkeypatch
     monkeypatch.setattr(preflight, "has_bfloat16_products", lambda: False)
     host = Host(node=socket.gethostname())
     here, default = Machine(cores=2, host=host), config_of("native")
-    assert notice(default, here).endswith("as long as those of float32: set actor.dtype=float32 native.dtype=float32")
+    assert notice(default, here).endswith("on this processor: set actor.dtype=float32 native.dtype=float32")
     assert notice(config_of("vllm"), here).endswith(": set actor.dtype=float32")
     actor = PPOActorConfig(path="org/model", optimizer=OptimizerConfig(), dtype="float32")
     assert not notice(config_of("vllm", actor=actor), here)
