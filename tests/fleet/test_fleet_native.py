@@ -393,8 +393,8 @@ async def test_an_older_policy_answers_beside_the_current_one_and_after_a_kill(
         await check(new)
         for server in native.servers:
             await server.die()
-        for index in range(2):
-            await native.server(index)
+        renewed = {(await native.server(index)).address for index in range(2)}
+        await until(lambda: {r["address"] for r in fleet.status()["replicas"] if r["state"] == "serving"} == renewed)
         await check(new)
     newer = await fleet.keep_policy(tmp_path / "kept")
     async with fleet.older_policy(newer):  # nobody uses the older one
