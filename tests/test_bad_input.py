@@ -12,7 +12,7 @@ import pytest
 from areal.api.errors import ConfigError
 from areal.api.registry import parse_function_path
 from areal.api.workflow import RolloutWorkflow
-from areal.launcher import local
+from areal.launcher import local, preflight
 from areal.launcher.preflight import disk_problem
 from areal.launcher.preloaded import PRELOAD
 from areal.system.process import run_main
@@ -172,6 +172,14 @@ def test_the_command_prints_the_same_line_and_exits_with_2(folder):
     done = launch(folder, os.fsdecode(b"trial_name=\xff"), "--dry-run")
     assert done.returncode == 2
     assert done.stderr.strip().endswith("[config.wrong_type]")
+
+
+def test_a_dry_run_says_what_the_automatic_type_is(folder, capsys, monkeypatch):
+    monkeypatch.setattr(preflight, "has_bfloat16_products", lambda: False)
+    words = ["actor.dtype=auto", "native.dtype=auto"]
+    argv = [str(folder / "mine.py"), "--config", str(folder / "c.yaml"), *words, "--dry-run"]
+    assert local.launch(local.read_command_line(argv), local.LocalCluster(local.this_machine())) == 0
+    assert "areal: dtype=auto is float32: " in capsys.readouterr().err
 
 
 def test_a_dry_run_lists_the_keys_that_only_the_script_reads(folder, capsys):

@@ -29,7 +29,7 @@ class Size(NamedTuple):
 BUDGET = {
     "agent": Size(6541, 20, 0),
     "algorithm": Size(2501, 17, 33),
-    "api": Size(9023, 28, 582),
+    "api": Size(9033, 28, 582),
     "areal": Size(66, 2, 0),
     "cli": Size(3871, 18, 0),
     "data": Size(3873, 18, 0),
@@ -39,7 +39,7 @@ BUDGET = {
     "fleet": Size(6540, 16, 0),
     "importers": Size(3459, 8, 0),
     "inference": Size(6344, 18, 0),
-    "launcher": Size(8739, 25, 0),
+    "launcher": Size(8762, 25, 0),
     "ledger": Size(4021, 11, 0),
     "models": Size(1800, 11, 0),
     "observe": Size(2122, 11, 0),
@@ -54,7 +54,7 @@ BUDGET = {
     "weights": Size(1747, 9, 0),
     "workflow": Size(1783, 8, 0),
 }
-TESTS_LINES = 101218
+TESTS_LINES = 101258
 
 
 def option_classes() -> Iterator[type[Any]]:

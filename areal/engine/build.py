@@ -38,8 +38,8 @@ def build_megatron_engine(
 ) -> TrainEngine:
     """Build an engine of Megatron-Core as `areal.engine.fsdp.build_fsdp_engine` does one of FSDP; a collective.
 
-    A model with an optimiser keeps float32 weights besides those of config.dtype with which it computes. It takes no
-    `images`.
+    A model with an optimiser keeps float32 weights besides those of config.compute_dtype with which it computes. It
+    takes no `images`.
     """
     if role in ("critic", "reward") and outputs not in (None, OutputSpec()):
         raise ValueError(f"a {role} model has no distribution over tokens, so it cannot compute {outputs}")

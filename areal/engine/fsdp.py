@@ -523,13 +523,13 @@ def build_fsdp_engine(
 
     `total_steps`: optimiser steps of the learning-rate schedule. `seed`: of random initial weights. `outputs`: what
     `forward` returns besides log-probabilities (actor and ref only). A model with an optimiser keeps float32 weights
-    and computes in config.dtype; one without, or whose optimiser rounds weights, is held in config.dtype.
+    and computes in `compute_dtype`, in which one without, or whose optimiser rounds weights, is held.
     """
     if role in ("critic", "reward") and outputs not in (None, OutputSpec()):
         raise ValueError(f"a {role} model has no distribution over tokens, so it cannot compute {outputs}")
     if config.logprob_kernel == "liger":
         require_liger(mesh.device, outputs or OutputSpec(), tensor_ranks=mesh.dims.tp)
-    compute = _DTYPES[config.dtype]
+    compute = _DTYPES[config.compute_dtype]
     stored = torch.float32 if config.has_masters else compute  # of weights that are trained
     folder = resolve_model_folder(config.path)
     if (shape := ModelShape.read(str(folder))) is not None and (problem := mesh_problem(shape, mesh.dims)):
@@ -590,7 +590,7 @@ def check_model(config: TrainEngineConfig, *, role: ModelRole, dims: ParallelDim
     """The model of a local folder, without weights, from its configuration alone. Raises the error with which
     `build_fsdp_engine` refuses it, ConfigError or InputError.
     """
-    folder, compute, mesh = Path(config.path), _DTYPES[config.dtype], TrainerMesh.open(None)
+    folder, compute, mesh = Path(config.path), _DTYPES[config.compute_dtype], TrainerMesh.open(None)
     layout = read_vision_layout(config.path)
     attention = choose_attention("sdpa", mesh.device, compute)
     is_critic = role in ("critic", "reward")
@@ -645,7 +645,7 @@ def _as_trees(
     is_asked = config.shared_prefixes == "tree"
     if not is_asked and (config.shared_prefixes == "off" or device.type != "cpu" or dims.cp > 1):
         return False
-    text, compute, text_config = None, _DTYPES[config.dtype], hf_model.config.get_text_config()
+    text, compute, text_config = None, _DTYPES[config.compute_dtype], hf_model.config.get_text_config()
     if choosing_layers(hf_model):
         text = "has layers that choose the tokens that they see"
     elif vision is not None and vision.is_bidirectional:
@@ -748,7 +748,7 @@ def _token_model(
         config.temperature,
         outputs,
         with_liger=config.logprob_kernel == "liger",
-        float32_head=has_float32_head(config.head_dtype, mesh.device, _DTYPES[config.dtype]),
+        float32_head=has_float32_head(config.head_dtype, mesh.device, _DTYPES[config.compute_dtype]),
         tensor_ranks=mesh.tensor if mesh.tensor.size > 1 else None,
         banned_ids=banned_ids,
     )

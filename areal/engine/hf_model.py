@@ -318,7 +318,7 @@ def load_model(
             model = _from_weights(auto, folder, model_config, attention, dtype, _head_seed(config, is_critic, seed))
     if model.base_model is model and hasattr(model, "model"):  # Llama4ForCausalLM of transformers 5.23 names no decoder
         model.base_model_prefix = "model"
-    states = PackedStates(model, device, getattr(torch, config.dtype), in_compiled=config.compile)
+    states = PackedStates(model, device, getattr(torch, config.compute_dtype), in_compiled=config.compile)
     _refuse_unsupported_model(model, states, is_critic=is_critic)
     if takes_images:
         model.set_attn_implementation({"text_config": attention, "vision_config": "sdpa"})

@@ -259,7 +259,7 @@ def _served_bytes(config: PPOConfig, on_gpu: bool) -> int | None:
     native, shape = config.native, ModelShape.read(NATIVE.model(config))
     if shape is None:
         return None
-    size = _ELEMENT_BYTES[native.dtype]
+    size = _ELEMENT_BYTES[native.compute_dtype]
     loaded, per_token = shape.parameters * size, shape.kv_values_per_token * size
     weights = loaded - shape.block_matrices * size + native.quantized_bytes(shape.block_matrices, size)
     default = native.cpu_cache_tokens(native.context_length or 512, weight_bytes=weights, bytes_per_token=per_token)
@@ -272,7 +272,7 @@ def _served_bytes(config: PPOConfig, on_gpu: bool) -> int | None:
     kept = states * (native.max_running_requests + native.num_snapshots(states, weights))
     held = max(copies * weights + packed, loaded)  # quantised once they are loaded
     if config.actor.sends_deltas and not on_gpu:  # as they are published
-        held += shape.parameters * _ELEMENT_BYTES[config.actor.dtype]
+        held += shape.parameters * _ELEMENT_BYTES[config.actor.compute_dtype]
     return held + kept + (native.max_total_tokens or (0 if on_gpu else default)) * per_token
 
 
@@ -280,7 +280,7 @@ def state_problems(config: PPOConfig, free_bytes: int) -> Iterator[str]:
     """One sentence when a server with this memory lacks room for the states of its running sequences."""
     native, shape = config.native, ModelShape.read(NATIVE.model(config))
     if shape is not None and shape.states:
-        size = _ELEMENT_BYTES[native.dtype]
+        size = _ELEMENT_BYTES[native.compute_dtype]
         yield from native.state_problems(shape.states * size, free_bytes - shape.parameters * size)
 
 

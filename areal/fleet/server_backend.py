@@ -389,7 +389,7 @@ def foreign_command(
     """
     rules, options, model = backend.flags, backend.given(config), backend.model(config)
     assert rules is not None, "a foreign server has flags"
-    flags = {"dtype": config.actor.dtype, **defaults}
+    flags = {"dtype": config.actor.compute_dtype, **defaults}
     if config.tokenizer_path not in ("", config.actor.path, model):
         flags[rules.tokenizer] = config.tokenizer_path
     flags |= {name: value for name, value in options.items() if name not in (backend.model_key, "model")}

@@ -589,7 +589,7 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
     if not on_gpu:
         shape, cache_bytes = ModelShape.read(model), _CPU_CACHE_BYTES
         if shape is not None:
-            element = element_bytes(options.get("dtype", config.actor.dtype))
+            element = element_bytes(options.get("dtype", config.actor.compute_dtype))
             if element == 4 and shape.family.startswith(("qwen3_5", "qwen3_next")):
                 text = "vLLM computes the linear attention of this model on the CPU in bfloat16 only"
                 raise ConfigError(f"vllm.dtype: {text}: set it to bfloat16", code="model.unsupported")

@@ -649,7 +649,7 @@ def build_engine(
     `from_scratch`: the weights are random and have no version until the first weight update. `records_experts`:
     requests may ask for the chosen experts. Raises ConfigError for a model without experts.
     """
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.compute_dtype]
     model = load_model(model_path, dtype, device, from_scratch=from_scratch)
     if config.quantization != "none":
         quantize(model, config.quantization)

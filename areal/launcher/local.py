@@ -58,6 +58,7 @@ from areal.launcher.preflight import (
     stored_bytes,
     tracker_problems,
     tried_row,
+    with_dtypes,
 )
 from areal.launcher.preloaded import PRELOAD, PreloadedParent
 from areal.launcher.result import facts_text, goal_text, help_if_asked, main_metrics, metrics_text, unscored_lines
@@ -391,7 +392,7 @@ def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine)
             checked = thread.submit(reward_notice, config) if request.dry_run else None
             tried = tried_row(config)
             notice = checked.result() if checked is not None and not tried.problems else ""
-    slow = "" if problems else precision_notice(config, plan)
+    slow = "" if problems else precision_notice(config, machines)
     for text in (tried.notice, notice, slow, *(f"warning: {warning}" for warning in tried.warnings)):
         if text:
             line.say(f"areal: {text}")
@@ -420,8 +421,11 @@ def _launch(request: Launch, cluster: Cluster) -> int:
     on_gpu = request.config.cluster.n_gpus_per_node > 0 and any(machine.gpus for machine in machines)
     config = with_time_limits(request.config, checkpoint_bytes=stored, on_gpu=on_gpu)
     config = with_adapters(config, num_machines=len(machines), on_gpu=on_gpu)
+    any_dtype, config = config, with_dtypes(config, machines)
     request, paths, line = dataclasses.replace(request, config=config), RunPaths.of(config), StatusLine()
     plan = checked_plan(request, machines, line)
+    if config != any_dtype:
+        line.say("areal: dtype=auto is float32: torch multiplies bfloat16 matrices slowly on this processor")
     if request.dry_run:
         return 0
     if notice := interrupts_notice():

@@ -65,7 +65,7 @@ def rank_memory(
     images. `accumulates`: an optimiser step has several."""
     weights = gradients = optimizer = gathered = activations = largest = copied = 0
     for model, shape in models:
-        width = 2 if model.dtype == "bfloat16" else 4
+        width = 2 if model.compute_dtype == "bfloat16" else 4
         needed = activation_bytes(model, shape, -(-tokens // dims.cp), on_gpu=on_gpu, tensor_ranks=dims.tp)
         activations = max(activations, needed + tower_bytes(model, shape, patches))
         largest = max(largest, shape.vocabulary * shape.hidden * width)
@@ -116,7 +116,7 @@ def _megatron_state(
 
     Each data rank has whole weights and gradients; they share the optimiser state with ddp.use_distributed_optimizer.
     """
-    options, width = model.megatron, 2 if model.dtype == "bfloat16" else 4
+    options, width = model.megatron, 2 if model.compute_dtype == "bfloat16" else 4
     experts = shape.layers * shape.experts * 3 * shape.hidden * shape.intermediate
     table = shape.vocabulary * shape.hidden
     tables = 2 if dims.pp == 1 and not shape.tied else 1
@@ -169,7 +169,7 @@ def tower_bytes(model: TrainEngineConfig, shape: ModelShape, patches: int) -> in
     vision = shape.vision
     if vision is None:
         return 0
-    width = 2 if model.dtype == "bfloat16" else 4
+    width = 2 if model.compute_dtype == "bfloat16" else 4
     block = width * ((14 if vision.rotary else 8) * vision.hidden + (4 if vision.gated else 2) * vision.intermediate)
     if not trains_tower(model, shape):
         return patches * block  # of one block
@@ -182,7 +182,7 @@ def activation_bytes(
     model: TrainEngineConfig, shape: ModelShape, tokens: int, *, on_gpu: bool, tensor_ranks: int = 1
 ) -> int:
     """What autograd keeps of this rank's tokens of one micro-batch, and the largest temporaries of its passes."""
-    width = 2 if model.dtype == "bfloat16" else 4
+    width = 2 if model.compute_dtype == "bfloat16" else 4
     shape = replace(
         shape,
         heads=-(-shape.heads // tensor_ranks),
@@ -281,7 +281,7 @@ def published_bytes(config: BaseExperimentConfig) -> PublishedBytes:
     if not isinstance(config, PPOConfig) or not config.actor.sends_deltas:
         return PublishedBytes([0] * ranks, 0)
     shape = ModelShape.read(config.actor.path)
-    size = 0 if shape is None else shape.parameters * (2 if config.actor.dtype == "bfloat16" else 4)
+    size = 0 if shape is None else shape.parameters * (2 if config.actor.compute_dtype == "bfloat16" else 4)
     whole, rest = divmod(size, PUBLISHED_FILE_BYTES)
     files = [PUBLISHED_FILE_BYTES] * whole + [rest]
     kept = [sum(files[rank::ranks]) * min(ranks, 2) for rank in range(ranks)]

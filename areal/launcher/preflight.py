@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -45,6 +45,7 @@ from areal.data.row_check import count_rows, dataset_paths, file_problem
 from areal.data.row_files import READERS, dataset_files
 from areal.fleet.server_backend import ServerBackend, backend_named, ignored_flags, server_python
 from areal.launcher.job import LaunchPlan, NcclVersions, parse_env_vars
+from areal.launcher.placement import Machine
 from areal.models.adapter_files import adapter_weights, is_of_experts, prefixes, require_targets
 from areal.models.checkpoint_files import stored_weights
 from areal.models.mesh_rules import MEGATRON_FAMILIES, TENSOR_FAMILIES, trainer_problem
@@ -415,14 +416,32 @@ def notices(config: PPOConfig) -> list[str]:
     return result
 
 
-def precision_notice(config: BaseExperimentConfig, plan: LaunchPlan) -> str:
-    """A notice that this processor is slow in bfloat16 and the run computes in it; else empty."""
+def with_dtypes(config: BaseExperimentConfig, machines: Sequence[Machine]) -> BaseExperimentConfig:
+    """The configuration in which the data type auto is float32 where bfloat16 is slow."""
+    if not _is_slow_in_bfloat16(config, machines):
+        return config
+    changes: dict[str, Any] = {
+        name: replace(model, dtype="float32") for name, model in config.models.items() if model.dtype == "auto"
+    }
+    if isinstance(config, PPOConfig) and config.server_backend == "native" and config.native.dtype == "auto":
+        changes["native"] = replace(config.native, dtype="float32")
+    return replace(config, **changes)
+
+
+def _is_slow_in_bfloat16(config: BaseExperimentConfig, machines: Sequence[Machine]) -> bool:
+    """Whether all processes compute on the processor of this machine, and it has no bfloat16 products."""
+    on_gpu = config.cluster.n_gpus_per_node > 0 and any(machine.gpus for machine in machines)
+    is_here = {machine.host.node for machine in machines} == {socket.gethostname()}
+    return is_here and not on_gpu and not has_bfloat16_products()
+
+
+def precision_notice(config: BaseExperimentConfig, machines: Sequence[Machine]) -> str:
+    """A notice that the run computes in bfloat16 where that is slow; else empty."""
     models = {} if config.allocation.evaluation else config.models
     keys = [f"{name}.dtype" for name, model in models.items() if model.dtype == "bfloat16"]
     if isinstance(config, PPOConfig) and config.server_backend == "native" and config.native.dtype == "bfloat16":
         keys.append("native.dtype")
-    is_here = {planned.host.node for planned in plan.processes} == {socket.gethostname()}
-    if not keys or not is_here or any(planned.gpus for planned in plan.processes) or has_bfloat16_products():
+    if not keys or not _is_slow_in_bfloat16(config, machines):
         return ""
     text = "torch multiplies bfloat16 matrices 7 to 120 times slower than float32 ones on this processor: set"
     return f"{text} {' '.join(f'{key}=float32' for key in keys)}"
@@ -645,7 +664,7 @@ def check_run_folder(config: BaseExperimentConfig, paths: RunPaths, *, overwrite
 
     `overwrites`: the user wants this.
     """
-    shapes = [(ModelShape.read(model.path), model.dtype) for model in config.models.values()]
+    shapes = [(ModelShape.read(model.path), model.compute_dtype) for model in config.models.values()]
     weights = sum(shape.parameters * (2 if dtype == "bfloat16" else 4) for shape, dtype in shapes if shape is not None)
     needed, free = _SPARE_BYTES + 4 * weights, shutil.disk_usage(paths.root).free
     if free < needed:

@@ -592,7 +592,7 @@ def compared_channel(
         return channel
     is_megatron = config.train_backend == "megatron"
     low = config.actor.megatron.fp8 if is_megatron else config.actor.fp8
-    return ComparedChannel(channel, actor, ranks, client, dtype=config.actor.dtype if low is None else "float8")
+    return ComparedChannel(channel, actor, ranks, client, dtype=config.actor.compute_dtype if low is None else "float8")
 
 
 def build_weight_channel(

@@ -43,7 +43,7 @@ class RatioCauses:
 
     def __init__(self, config: PPOConfig, engine: RatioEngine, ranks: Ranks, control: ServerScores) -> None:
         self._every = config.stats_logger.causes_freq_steps
-        self._dtype = config.actor.dtype if config.served_dtype == config.actor.dtype else "bfloat16"
+        self._dtype = config.actor.compute_dtype if config.served_dtype == config.actor.compute_dtype else "bfloat16"
         self._gconfig = config.gconfig
         self._engine, self._ranks, self._control = engine, ranks, control
         self._top_k = self._gconfig.top_k if self._gconfig.top_k < ALL_TOKENS else None

@@ -327,8 +327,9 @@ def test_the_launcher_of_areal_1_is_chosen_by_the_type_of_its_scheduler() -> Non
     assert "scheduler" in read(GRPOConfig, tree).ignored
 
 
-SAME_EFFECT = {"attn_impl", "TrainDatasetConfig.type", "ValidDatasetConfig.type", "ValidDatasetConfig.batch_size"}
-"""Options of another default: the kernel is chosen by device either way, v0.5 requires `type`, and evaluations of
+DATASETS = {"TrainDatasetConfig.type", "ValidDatasetConfig.type", "ValidDatasetConfig.batch_size"}
+SAME_EFFECT = {"attn_impl", "dtype", *DATASETS}
+"""Options of another default: kernel and data type are chosen by device, v0.5 requires `type`, and evaluations of
 answers have no batches."""
 
 

@@ -1,5 +1,6 @@
 """What servers cannot do is found before anything starts; versions come from their environment without an import."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -18,13 +19,21 @@ from areal.api.config import (
     PPOActorConfig,
     RolloutCorrectionConfig,
     TrainDatasetConfig,
+    TrainEngineConfig,
 )
 from areal.api.config.schema import options_without_effect
 from areal.api.errors import ConfigError
 from areal.launcher import local, preflight
 from areal.launcher.job import make_plan
 from areal.launcher.placement import Machine
-from areal.launcher.preflight import environment_versions, nccl_versions, notices, precision_notice, server_problems
+from areal.launcher.preflight import (
+    environment_versions,
+    nccl_versions,
+    notices,
+    precision_notice,
+    server_problems,
+    with_dtypes,
+)
 from areal.launcher.status import StatusLine
 from areal.system.network import Host
 
@@ -196,21 +205,43 @@ def test_quantized_weights_without_a_correction_are_pointed_out():
     assert text.startswith("areal: vllm.quantization=fp8: ")
 
 
+HERE = Machine(cores=2, host=Host(node=socket.gethostname()))
+GPUS = dataclasses.replace(HERE, gpus=("0", "1"))
+
+
+def typed(backend, actor, native="auto"):
+    model = PPOActorConfig(path="org/model", optimizer=OptimizerConfig(), dtype=actor)
+    return config_of(backend, actor=model, native=NativeServerConfig(dtype=native))
+
+
 def test_bfloat16_on_a_processor_without_its_products_is_pointed_out(monkeypatch):
-    def notice(config, machine):
-        return precision_notice(config, make_plan(config, [machine]))
+    monkeypatch.setattr(preflight, "has_bfloat16_products", lambda: False)
+    both = typed("native", "bfloat16", "bfloat16")
+    assert precision_notice(both, [HERE]).endswith("on this processor: set actor.dtype=float32 native.dtype=float32")
+    assert precision_notice(typed("vllm", "bfloat16"), [HERE]).endswith(": set actor.dtype=float32")
+    assert not precision_notice(typed("vllm", "float32"), [HERE])
+    assert not precision_notice(both, [GPUS])
+    assert not precision_notice(both, [dataclasses.replace(HERE, host=Host(node="another"))])
+    monkeypatch.setattr(preflight, "has_bfloat16_products", lambda: True)
+    assert not precision_notice(both, [HERE])
+
+
+def test_the_automatic_type_is_float32_on_a_processor_without_bfloat16_products_alone(monkeypatch):
+    def types(config, *machines):
+        chosen = with_dtypes(config, machines)
+        assert with_dtypes(chosen, machines) == chosen
+        return [model.compute_dtype for model in (chosen.actor, chosen.ref, chosen.native)]
 
     monkeypatch.setattr(preflight, "has_bfloat16_products", lambda: False)
-    host = Host(node=socket.gethostname())
-    here, default = Machine(cores=2, host=host), config_of("native")
-    assert notice(default, here).endswith("on this processor: set actor.dtype=float32 native.dtype=float32")
-    assert notice(config_of("vllm"), here).endswith(": set actor.dtype=float32")
-    actor = PPOActorConfig(path="org/model", optimizer=OptimizerConfig(), dtype="float32")
-    assert not notice(config_of("vllm", actor=actor), here)
-    assert not notice(default, Machine(cores=2, gpus=("0", "1"), host=host))
-    assert not notice(default, Machine(cores=2, host=Host(node="another")))
+    automatic = dataclasses.replace(typed("native", "auto"), ref=TrainEngineConfig(path="org/model"))
+    assert types(automatic, HERE) == ["float32"] * 3
+    assert types(automatic, GPUS) == types(automatic, HERE, Machine(cores=2, host=Host(node="b"))) == ["bfloat16"] * 3
+    mixed = dataclasses.replace(automatic, actor=typed("native", "bfloat16").actor)
+    assert types(mixed, HERE) == ["bfloat16", "float32", "float32"]
+    foreign = dataclasses.replace(automatic, allocation_mode="vllm:d1+fsdp:d1")
+    assert with_dtypes(foreign, [HERE]).native == foreign.native, "a section of other servers stays as it is"
     monkeypatch.setattr(preflight, "has_bfloat16_products", lambda: True)
-    assert not notice(default, here)
+    assert types(automatic, HERE) == ["bfloat16"] * 3
 
 
 def test_server_problems_are_reported_with_all_others(interpreter, tmp_path, capsys):

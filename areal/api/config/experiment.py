@@ -571,7 +571,7 @@ class PPOConfig(BaseExperimentConfig):
         """The type of the servers, where it bounds how much equal weights may differ; float8, int4 = quantized."""
         if (bits := self.served_bits) is not None:
             return "float8" if bits == 8 else "int4"
-        return self.native.dtype if self.server_backend == "native" else "bfloat16"
+        return self.native.compute_dtype if self.server_backend == "native" else "bfloat16"
 
     @property
     def served_bits(self) -> int | None:

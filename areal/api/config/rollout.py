@@ -75,9 +75,9 @@ class NativeServerConfig:
 
     model_path: str = ""
     """Folder or hub name of the initial weights; empty = actor.path."""
-    dtype: str = choice("bfloat16", "bfloat16", "float32")
-    """Data type of weights and computation."""
-    head_dtype: str = choice("auto", "auto", "float32", "compute", relevant=when("dtype", "bfloat16"))
+    dtype: str = choice("auto", "auto", "bfloat16", "float32")
+    """Data type of weights and computation; auto as in actor.dtype."""
+    head_dtype: str = choice("auto", "auto", "float32", "compute", relevant=when("dtype", "auto", "bfloat16"))
     """Data type of logits: compute = that of `dtype`, auto = float32 on CUDA, else compute."""
     quantization: str = option("none", also="verl, cosmos-rl: rollout.quantization")
     """Weights of linear layers: int8, fp8 (a scale per output), int4, mxfp4 (per 32 inputs), nvfp4 (per 16), none."""
@@ -103,6 +103,11 @@ class NativeServerConfig:
     """Base seed for requests without a seed; the index of the replica is added."""
     log_level: str = choice("info", "debug", "info", "warning", "error")
     """Minimum severity of the server's log messages."""
+
+    @property
+    def compute_dtype(self) -> str:
+        """bfloat16 or float32, as `TrainEngineConfig.compute_dtype`."""
+        return "bfloat16" if self.dtype == "auto" else self.dtype
 
     def cpu_cache_tokens(self, longest: int, *, weight_bytes: int, bytes_per_token: int) -> int:
         """The default size of the KV cache on the CPU: 512 tokens for each running request, in at most twice the size

@@ -61,7 +61,7 @@ class TeacherConfig(TrainEngineConfig):
         if self.advantage_coef == 0 and self.loss_coef == 0:
             yield "advantage_coef", "and loss_coef are both 0, so the teacher is not used: raise one"
         if self.average_decay is not None and self.dtype != "float32":
-            yield "dtype", f"{self.dtype} rounds the steps of average_decay away: set it to float32"
+            yield "dtype", f"{self.compute_dtype} rounds the steps of average_decay away: set it to float32"
         if self.servers:
             yield from self._server_problems()
 

@@ -352,8 +352,8 @@ def _trained_by(backend: str) -> Condition:
     return satisfies("/", lambda config: config.train_backend in ("", backend), trains)
 
 
-_SAME_OUTPUTS = ("path", "temperature", "dtype", "head_dtype", "attn_impl", "logprob_kernel", "fp8")
-"""Options that decide what a frozen model computes."""
+_SAME_OUTPUTS = ("path", "temperature", "compute_dtype", "head_dtype", "attn_impl", "logprob_kernel", "fp8")
+"""What decides the outputs of a frozen model."""
 NO_ADAPTERS = "adapts language models, and this model has a new head that is trained whole: remove it"
 
 
@@ -383,9 +383,9 @@ class TrainEngineConfig:
     """The forward pass keeps: full = input of a block, selective = also matrix products, offload = input on the CPU."""
     compile: bool = option(False, also="verl: actor.use_torch_compile, which is true by default")
     """Compile each block with torch.compile: some minutes at the start, then faster; needs g++ on the CPU."""
-    dtype: str = choice("bfloat16", "bfloat16", "float32")
-    """Data type of computation; master weights and optimiser state are float32."""
-    head_dtype: str = choice("auto", "auto", "float32", "compute", relevant=when("dtype", "bfloat16"))
+    dtype: str = choice("auto", "auto", "bfloat16", "float32")
+    """Computation; auto = bfloat16, float32 on a CPU that is slow in it. Masters and optimiser state are float32."""
+    head_dtype: str = choice("auto", "auto", "float32", "compute", relevant=when("dtype", "auto", "bfloat16"))
     """Data type of logits: compute = that of `dtype`, auto = float32 on CUDA, else compute; as native.head_dtype."""
     fp8: Float8Config | None = option(None, also="cosmos-rl: train.fp8, train.fp4; AReaL: fp8_config")
     """Linear layers of the blocks compute in 8 bits: needs torchao, and CUDA from 8.9 on or the CPU, which emulates."""
@@ -415,6 +415,11 @@ class TrainEngineConfig:
     """Regular expressions of the names of weights that are not trained, for example visual."""
     lora: LoRAConfig | None = option(None, also="AReaL: use_lora")
     """Train low-rank adapters of a frozen model; null = train all weights."""
+
+    @property
+    def compute_dtype(self) -> str:
+        """bfloat16 or float32. Where auto means float32, `areal.launcher.preflight.with_dtypes` has set it."""
+        return "bfloat16" if self.dtype == "auto" else self.dtype
 
     @property
     def has_masters(self) -> bool:

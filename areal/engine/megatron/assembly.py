@@ -53,7 +53,7 @@ def assembled_engine(
     hf = read_config(folder, is_critic=role in ("critic", "reward"))
     require_mapped(hf, config)
     choose_kernels(config.megatron)
-    dtype, count = DTYPES[config.dtype], config.megatron.virtual_pipeline_parallel_size
+    dtype, count = DTYPES[config.compute_dtype], config.megatron.virtual_pipeline_parallel_size
     groups = _open_groups(mesh, seed)
     use_chunks(count)
     head = HeadPlan(
