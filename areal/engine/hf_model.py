@@ -32,7 +32,7 @@ from areal.engine.mesh import Region, local_part, region_of
 from areal.engine.packed_attention import require_known_layers, require_packed_attention
 from areal.models.checkpoint_files import weight_files
 from areal.models.recurrent_layers import PackedStates, has_states
-from areal.models.stored_form import StoredForm, StoredPart
+from areal.models.stored_form import StoredForm, StoredPart, without_progress_bar
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Fills a model that was built without memory: each rank reads, or draws, only the part that it keeps.
@@ -546,16 +546,14 @@ def _unsupported(message: str) -> ConfigError:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No progress bar in logs and no report of missing or extra weights, which are checked here."""
-    verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    """No progress bar and no report of missing or extra weights, which are checked here."""
+    verbosity = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
     try:
-        yield
+        with without_progress_bar():
+            yield
     finally:
         hf_logging.set_verbosity(verbosity)
-        if bar:
-            hf_logging.enable_progress_bar()
 
 
 def _first_lines(error: BaseException) -> str:

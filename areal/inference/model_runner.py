@@ -35,6 +35,7 @@ from areal.inference.scheduler import Chunk, Sequence, StepPlan
 from areal.inference.vision import Vision, last_seen
 from areal.models.attention import described_masks
 from areal.models.output_head import has_float32_head, routers_of, unrounded_linear
+from areal.models.stored_form import without_progress_bar
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The model of a native server: loading, its vocabulary, and faster modules with equal results.
@@ -51,7 +52,8 @@ def load_model(path: Path, dtype: torch.dtype, device: str, *, from_scratch: boo
         if from_scratch:
             model = auto.from_config(config, dtype=dtype)
         else:
-            model = auto.from_pretrained(path, config=config, dtype=dtype)
+            with without_progress_bar():
+                model = auto.from_pretrained(path, config=config, dtype=dtype)
         use_paged_attention(model)
     except (ValueError, OSError) as error:
         message = f"model_path={path}: transformers cannot load it ({error})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import cast
@@ -20,8 +21,21 @@ from transformers.core_model_loading import (
     apply_renamings,
 )
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging as hf_logging
 
 from areal.api.errors import ConfigError
+
+
+@contextmanager
+def without_progress_bar() -> Iterator[None]:
+    """transformers loads weights without a progress bar, of which a log would have every change."""
+    is_enabled = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            hf_logging.enable_progress_bar()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ MAX_BODY_BYTES = 64 * 2**20
 API, DOWNLOAD = "/api/v1", "/download"
 URL_S = 3600
 """A URL for a download is valid for this time."""
+_USER = web.RequestKey("user", str)
 _STATUSES = {NotFound.code: 404, "request.too_many": 429}
 _NAME = re.compile(r"[\w-][\w.-]{0,127}")
 _CHECKPOINT_TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
@@ -98,7 +99,7 @@ class Keys:
 
 
 class Gateway:
-    """The handlers of requests. `request["key"]` is the name of the user, empty for trainer ranks."""
+    """The handlers of requests. `request[_USER]` is the name of the user, empty for trainer ranks."""
 
     def __init__(self, service: Service, sampling: Sampling, keys: Keys, *, hold_s: float = HOLD_S) -> None:
         self._service, self._sampling, self._keys, self._hold_s = service, sampling, keys, hold_s
@@ -149,10 +150,10 @@ class Gateway:
 
     async def create_session(self, request: web.Request) -> web.Response:
         """A repeated request, known by its idempotency key, gets the same session."""
-        name = f"{request['key']}/{request.headers.get('X-Idempotency-Key') or uuid.uuid4().hex}"
+        name = f"{request[_USER]}/{request.headers.get('X-Idempotency-Key') or uuid.uuid4().hex}"
         session = uuid.uuid5(uuid.NAMESPACE_URL, name).hex
         if session not in self._tenants.sessions:
-            await self._service.record_once(session, {"event": "session", "id": session, "key": request["key"]})
+            await self._service.record_once(session, {"event": "session", "id": session, "key": request[_USER]})
         if session not in self._tenants.ended:
             self._heard[session] = time.monotonic()
         return _json({"type": "create_session", "session_id": session})
@@ -161,11 +162,11 @@ class Gateway:
         session = wire.parsed(wire.SessionBody, await read_body(request)).session_id
         if session in self._tenants.ended:
             return _json({"error": f"session {session} has ended"}, 410)
-        self._heard[self._tenants.session(session, request["key"])] = time.monotonic()
+        self._heard[self._tenants.session(session, request[_USER])] = time.monotonic()
         return _json({"type": "session_heartbeat"})
 
     async def finish_session(self, request: web.Request) -> web.Response:
-        await self._end(self._tenants.session(request.match_info["session"], request["key"]))
+        await self._end(self._tenants.session(request.match_info["session"], request[_USER]))
         return web.Response(status=204)
 
     async def end_silent_sessions(self) -> None:
@@ -182,11 +183,11 @@ class Gateway:
 
     async def list_sessions(self, request: web.Request) -> web.Response:
         sessions = self._tenants.sessions.items()
-        names = [name for name, key in sessions if key == request["key"] and name not in self._tenants.ended]
+        names = [name for name, key in sessions if key == request[_USER] and name not in self._tenants.ended]
         return _json({"sessions": names})
 
     async def get_session(self, request: web.Request) -> web.Response:
-        session = self._tenants.session(request.match_info["session"], request["key"])
+        session = self._tenants.session(request.match_info["session"], request[_USER])
         models = [model.id for model in self._tenants.models.values() if model.session == session]
         samplers = [sampler.id for sampler in self._tenants.samplers.values() if sampler.session == session]
         return _json({"training_run_ids": models, "sampler_ids": samplers})
@@ -199,7 +200,7 @@ class Gateway:
         if (kind := body.optimizer_config.get("type", "adamw")) != "adamw":
             raise wire.invalid(f"optimizer_config.type={kind} is not supported: use adamw")
         settings = body.lora_config.model_dump()
-        model = await self._new_model(request["key"], body.session_id, body.model_seq_id, settings, body.user_metadata)
+        model = await self._new_model(request[_USER], body.session_id, body.model_seq_id, settings, body.user_metadata)
         return await self._accepted(model, 0, "create", {"settings": settings})
 
     def _require_base(self, name: str) -> None:
@@ -225,7 +226,7 @@ class Gateway:
 
     async def load_weights(self, request: web.Request) -> web.Response:
         """The first request of a new model, or a request to one."""
-        body, key = wire.parsed(wire.LoadBody, await read_body(request)), request["key"]
+        body, key = wire.parsed(wire.LoadBody, await read_body(request)), request[_USER]
         if body.model_seq_id is None:
             return await self._training_request(request, "load", lambda *_: self._to_load(body, key))
         model = f"{self._tenants.session(body.session_id, key)}:train:{body.model_seq_id}"
@@ -252,7 +253,7 @@ class Gateway:
         """Accept a request to a model. What is wrong with its fields is its result: it has used its number."""
         data = await read_body(request)
         address = wire.parsed(wire.TrainingBody, data)
-        model, seq = self._tenants.model(address.model_id, request["key"]), address.seq_id
+        model, seq = self._tenants.model(address.model_id, request[_USER]), address.seq_id
         if kind != "step" and seq in model.operations:  # what it asks for may exist since
             return _json({"request_id": model.operations[seq].request_id, "model_id": model.id})
         try:
@@ -262,7 +263,7 @@ class Gateway:
         return await self._accepted(model.id, seq, kind, arguments)
 
     async def get_info(self, request: web.Request) -> web.Response:
-        model = self._tenants.model(wire.parsed(wire.ModelBody, await read_body(request)).model_id, request["key"])
+        model = self._tenants.model(wire.parsed(wire.ModelBody, await read_body(request)).model_id, request[_USER])
         served = self._service.served
         data = {"arch": "", "model_name": served.name, "tokenizer_id": served.tokenizer}
         facts = {"type": "get_info", "model_id": model.id, "model_data": data, "is_lora": True}
@@ -272,7 +273,7 @@ class Gateway:
         """What is wrong with the content is the result of the request: the SDK continues with the next number."""
         data = await read_body(request)
         message = wire.parsed_message("ForwardBackwardRequest", data)
-        model = self._tenants.model(message.model_id, request["key"])
+        model = self._tenants.model(message.model_id, request[_USER])
         if message.seq_id < 1:
             raise wire.invalid(f"seq_id must be at least 1, got {message.seq_id}")
         return await self._accepted(model.id, message.seq_id, "loss", {"forward_only": message.forward_only}, data)
@@ -309,10 +310,10 @@ class Gateway:
 
     async def create_sampling_session(self, request: web.Request) -> web.Response:
         body = wire.parsed(wire.SamplerBody, await read_body(request))
-        session = self._tenants.session(body.session_id, request["key"])
+        session = self._tenants.session(body.session_id, request[_USER])
         seq = 0
         if body.model_path:
-            seq = self._tenants.weights(body.model_path, request["key"], time.time()).seq
+            seq = self._tenants.weights(body.model_path, request[_USER], time.time()).seq
         elif body.base_model is None:
             raise wire.invalid("give model_path or base_model")
         else:
@@ -324,13 +325,13 @@ class Gateway:
         return _json({"type": "create_sampling_session", "sampling_session_id": sampler})
 
     async def get_sampler(self, request: web.Request) -> web.Response:
-        sampler = self._tenants.sampler(request.match_info["sampler"], request["key"])
+        sampler = self._tenants.sampler(request.match_info["sampler"], request[_USER])
         name = self._service.served.name
         return _json({"sampler_id": sampler.id, "base_model": name, "model_path": sampler.path or None})
 
     async def asample(self, request: web.Request) -> web.Response:
         body = wire.parsed(wire.SampleBody, await read_body(request))
-        sampler = self._tenants.sampler(body.sampling_session_id, request["key"])
+        sampler = self._tenants.sampler(body.sampling_session_id, request[_USER])
         request_id = f"{sampler.id}:{body.seq_id}"
         await self._number_samples(queue_of(request_id), body.seq_id)
         if request_id not in self._sampling:
@@ -357,7 +358,7 @@ class Gateway:
 
     async def cancel_future(self, request: web.Request) -> web.Response:
         request_id = wire.parsed(wire.FutureBody, await read_body(request)).request_id
-        self._tenants.sampler(request_id.rpartition(":")[0], request["key"])
+        self._tenants.sampler(request_id.rpartition(":")[0], request[_USER])
         self._sampling.cancel(request_id)
         return _json({})
 
@@ -366,9 +367,9 @@ class Gateway:
     async def retrieve_future(self, request: web.Request) -> web.Response:
         request_id = wire.parsed(wire.FutureBody, await read_body(request)).request_id
         if ":sample:" in request_id:
-            return await self._sampled(request_id, request["key"])
+            return await self._sampled(request_id, request[_USER])
         try:
-            operation = self._tenants.operation(request_id, request["key"])
+            operation = self._tenants.operation(request_id, request[_USER])
         except Forgotten as error:  # as a result: the SDK sends a request again after other answers
             return web.Response(body=failure(str(error)), content_type="application/json")
         if not await self._service.wait(lambda: operation.is_done, self._hold_s):
@@ -382,7 +383,7 @@ class Gateway:
     async def retrieve_futures(self, request: web.Request) -> web.Response:
         """Which samples of a client have ended since its last request. Those of an earlier gateway have failed."""
         body = wire.parsed(wire.FuturesBody, await read_body(request))
-        sampler = self._tenants.sampler(body.target.sampling_session_id, request["key"])
+        sampler = self._tenants.sampler(body.target.sampling_session_id, request[_USER])
         queue = f"{sampler.id}:{body.target.cloned_sampler_id}"
         lost: list[str] = []
         if queue in self._lost and self._sampling.is_older(queue, body.prev_cursor):
@@ -453,33 +454,33 @@ class Gateway:
         return _json({name: items[offset : offset + limit], "cursor": cursor})
 
     async def list_runs(self, request: web.Request) -> web.Response:
-        return self._page(request, "training_runs", [self._run(run) for run in self._tenants.models_of(request["key"])])
+        return self._page(request, "training_runs", [self._run(run) for run in self._tenants.models_of(request[_USER])])
 
     async def get_run(self, request: web.Request) -> web.Response:
-        return _json(self._run(self._tenants.model(request.match_info["model"], request["key"])))
+        return _json(self._run(self._tenants.model(request.match_info["model"], request[_USER])))
 
     async def list_of_run(self, request: web.Request) -> web.Response:
-        model = self._tenants.model(request.match_info["model"], request["key"])
+        model = self._tenants.model(request.match_info["model"], request[_USER])
         checkpoints = [self._checkpoint(saved) for saved in self._tenants.saved.values() if saved.model == model.id]
         return _json({"checkpoints": checkpoints})
 
     async def list_checkpoints(self, request: web.Request) -> web.Response:
         every = self._tenants.saved.values()
-        checkpoints = [self._checkpoint(saved) for saved in every if self._tenants.owner(saved) == request["key"]]
+        checkpoints = [self._checkpoint(saved) for saved in every if self._tenants.owner(saved) == request[_USER]]
         return self._page(request, "checkpoints", checkpoints)
 
     async def weights_info(self, request: web.Request) -> web.Response:
         path = wire.parsed(wire.PathBody, await read_body(request)).tinker_path
-        saved = self._tenants.weights(path, request["key"], time.time())
+        saved = self._tenants.weights(path, request[_USER], time.time())
         facts = {name: value for name, value in saved.settings.items() if name.startswith("train_")}
         facts |= {"base_model": self._service.served.name, "is_lora": True, "lora_rank": saved.settings["rank"]}
         return _json(facts)
 
     def _own(self, request: web.Request) -> SavedWeights:
         place = request.match_info
-        model = self._tenants.model(place["model"], request["key"])
+        model = self._tenants.model(place["model"], request[_USER])
         return self._tenants.weights(
-            f"tinker://{model.id}/{place['kind']}/{place['name']}", request["key"], time.time()
+            f"tinker://{model.id}/{place['kind']}/{place['name']}", request[_USER], time.time()
         )
 
     async def delete(self, request: web.Request) -> web.Response:
@@ -498,7 +499,7 @@ class Gateway:
     async def download_urls(self, request: web.Request) -> web.Response:
         """A URL for each file of external weights, which needs no key."""
         saved, expires = self._own(request), int(time.time()) + URL_S
-        user, urls = request["key"], dict[str, str]()
+        user, urls = request[_USER], dict[str, str]()
         for file in [path for path in sorted(self._files(saved).iterdir()) if path.name != COMPLETE]:
             place = f"{saved.model}/{saved.name}/{file.name}"
             signature = self._keys.signature(user, f"{expires}/{place}")
@@ -558,8 +559,8 @@ def make_app(gateway: Gateway, keys: Keys, *, token: str, host: Host) -> web.App
             refusal = guard.unauthorized(request.headers)
         if refusal is not None:
             return _json({"error": refusal.message, "code": refusal.code}, refusal.status)
-        request["key"] = keys.owner(request.headers.get("X-API-Key", ""))
-        if not request["key"] and request.path.startswith(API) and request.path != f"{API}/healthz":
+        request[_USER] = keys.owner(request.headers.get("X-API-Key", ""))
+        if not request[_USER] and request.path.startswith(API) and request.path != f"{API}/healthz":
             return _json({"error": "X-API-Key is not a key of this service", "code": "request.unauthorized"}, 401)
         try:
             return await handler(request)

@@ -102,3 +102,4 @@ def test_a_process_registers_serves_and_ends(config_file, tmp_path):
         process.kill()
         process.wait()
     assert "serving" in (tmp_path / "log").read_text()
+    assert "Loading weights" not in (tmp_path / "log").read_text(), "no progress bar"

@@ -162,6 +162,7 @@ async def trainer(slots, folder, address):
         over.set()
 
 
+@pytest.mark.filterwarnings("error::aiohttp.web.NotAppKeyWarning")
 async def test_a_client_trains_saves_samples_and_loads(tmp_path, slots):
     async with opened(tmp_path) as (api, _, fleet, _service, address), trainer(slots, tmp_path, address):
         model = await api.new_model()
