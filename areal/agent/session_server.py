@@ -32,7 +32,8 @@ from areal.api.config import AgentConfig
 from areal.api.data import tokens_checksum
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.data.tokenizer import Tokenizer
-from areal.observe.log import HttpLogger, get_logger
+from areal.observe.http_log import HttpLogger
+from areal.observe.log import get_logger
 from areal.system.device import cpu_count
 from areal.system.durable import append_whole, write_atomic
 from areal.system.http_guard import Refusal, RequestGuard, read_body, wrong_type

@@ -30,7 +30,7 @@ from areal.api.errors import ConfigError, InputError
 from areal.api.registry import parse_function_path
 from areal.api.workflow import constructor_problems
 from areal.data.dataset import load_rows
-from areal.observe.log import HttpLogger
+from areal.observe.http_log import HttpLogger
 from areal.system.network import bind_socket, http_address, new_token
 from areal.system.run_paths import RunPaths
 from areal.workflow.agent import AgentWorkflow, agent_job

@@ -61,7 +61,8 @@ from areal.inference.request_parser import (
     read_json,
     seed_source,
 )
-from areal.observe.log import HttpLogger, configure_logging, get_logger
+from areal.observe.http_log import HttpLogger
+from areal.observe.log import configure_logging, get_logger
 from areal.observe.spans import tracing, track
 from areal.observe.trace import ChromeTracer, open_tracer
 from areal.system.device import bind_to_gpu_node, pick_device

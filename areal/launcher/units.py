@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from areal.fleet.server_host import end_reason
+from areal.fleet.server_log import end_reason
 from areal.launcher.backend import ProcessBackend
 from areal.launcher.job import PlannedProcess, start_again
 from areal.launcher.restart_rules import Role

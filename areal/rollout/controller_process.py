@@ -20,7 +20,8 @@ from aiohttp.typedefs import Handler
 
 from areal.api.errors import ArealError, LedgerError, RequestError, ServerUnavailable, WeightSyncError
 from areal.ledger.state import LedgerBehind
-from areal.observe.log import HttpLogger, get_logger
+from areal.observe.http_log import HttpLogger
+from areal.observe.log import get_logger
 from areal.rollout.client import CONTROLLER
 from areal.rollout.control_requests import (
     AttachRequest,

@@ -14,7 +14,8 @@ from aiohttp import web
 from areal.api.config import PPOConfig, load_experiment
 from areal.fleet.fleet import Fleet
 from areal.fleet.server_backend import replica_factory
-from areal.observe.log import HttpLogger, get_logger
+from areal.observe.http_log import HttpLogger
+from areal.observe.log import get_logger
 from areal.serve.audit import FOLDER, SETTINGS
 from areal.serve.gateway import Gateway, Keys, make_app
 from areal.serve.sampling import AdapterPool, Sampling, WholeWeights

@@ -11,7 +11,7 @@ from aiohttp import ClientSession
 from hypothesis import given
 
 from areal.ledger.ledger import Ledger
-from areal.observe.log import HttpLogger
+from areal.observe.http_log import HttpLogger
 from areal.rollout.controller_process import make_app
 from tests.attack.controller import VALID
 from tests.attack.http import exchanges, statuses_of

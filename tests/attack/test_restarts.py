@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from areal.api.errors import LedgerError
 from areal.ledger.audit import audit
 from areal.ledger.ledger import Ledger
-from areal.observe.log import HttpLogger
+from areal.observe.http_log import HttpLogger
 from areal.rollout.controller_process import make_app
 from areal.system.run_paths import RunPaths
 from tests.attack.ledger import cut, flip, groups_of, newest

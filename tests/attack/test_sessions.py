@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from areal.agent.session_server import SessionServer
-from areal.observe.log import HttpLogger
+from areal.observe.http_log import HttpLogger
 from tests.agent.malformed import VALID
 from tests.agent.session_kit import ScriptedDirectory, ScriptedSession
 from tests.agent.test_malformed import attack

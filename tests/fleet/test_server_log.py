@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.fleet.server_host import end_reason, last_error
+from areal.fleet.server_log import end_reason, last_error
 
 VLLM_LOG = """
 (EngineCore pid=7) ERROR 11-21 10:00:00 [core.py:9] Traceback (most recent call last):

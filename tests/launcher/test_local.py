@@ -303,8 +303,8 @@ def test_unknown_keys_are_refused_without_a_script(folder):
     assert "my_section: unknown key" in done.stderr
 
 
-def test_launcher_needs_no_torch():
-    code = "import sys, areal.launcher.local; assert 'torch' not in sys.modules"
+def test_launcher_needs_neither_torch_nor_aiohttp():
+    code = "import sys, areal.launcher.local; assert not {'torch', 'aiohttp'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))
 
 

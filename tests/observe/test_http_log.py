@@ -4,7 +4,7 @@ import asyncio
 
 from aiohttp import web
 
-from areal.observe.log import HttpLogger
+from areal.observe.http_log import HttpLogger
 from tests.rollout.http_kit import listening
 
 

@@ -4,7 +4,7 @@ import contextlib
 
 from aiohttp import web
 
-from areal.observe.log import HttpLogger
+from areal.observe.http_log import HttpLogger
 from areal.rollout.controller_process import make_app
 from areal.system.network import bind_socket, http_address
 from tests.run_token import TOKEN

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from areal.api.data import GenerationResponse, PromptScores
-from areal.observe.log import HttpLogger
+from areal.observe.http_log import HttpLogger
 from areal.rollout.client import RolloutClient
 from areal.serve import gateway as gateway_module
 from areal.serve import sampling as sampling_module

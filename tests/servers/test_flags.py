@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal.fleet.server_host import last_error
+from areal.fleet.server_log import last_error
 from tests.servers.real_server import Backend, RealServer
 
 
