@@ -230,9 +230,11 @@ def test_temperatures_of_the_models_follow_the_sampling(grpo, monkeypatch, words
     assert [model.temperature for model in (config.actor, config.ref, config.teacher)] == expected
 
 
-def test_a_wrong_sampling_temperature_is_reported_once(write) -> None:
+@pytest.mark.parametrize("value", ["warm", "-1"])
+@pytest.mark.parametrize("copies", [[], ["ref.path=r", "ref.temperature=${gconfig.temperature}"]])
+def test_a_wrong_sampling_temperature_is_reported_once(write, value, copies) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(["--config", write(MINIMAL), "gconfig.temperature=warm"], GRPOConfig)
+        load_config(["--config", write(MINIMAL), f"gconfig.temperature={value}", *copies], GRPOConfig)
     assert [problem.path for problem in caught.value.problems] == ["gconfig.temperature"]
 
 

@@ -448,10 +448,23 @@ def read(
         suspects = {*unresolved, *(p.path for p in problems), *(p.suggestion for p in problems)} - {""}
         reported = list(conflicts(config, tree))
         problems += [problem for problem in reported if not _is_about(problem, suspects)] if suspects else reported
+    wrong_values = {(problem.path, problem.code) for problem in problems}
+    problems = [each for each in problems if (_leader(cls, written, each.path), each.code) not in wrong_values]
     if isinstance(config, BaseExperimentConfig) and config.strict_config:
         text = "has no effect in areal: remove it"
         problems += [ConfigProblem(path, text, "config.no_effect") for path in legacy.ignored]
     return Reading(config, problems, legacy.ignored)
+
+
+def _leader(cls: type[Any], written: dict[str, Any], path: str) -> str:
+    """The option whose value that at `path` has, because it is written as `${option}` or follows it; or ''."""
+    value: Any = written
+    for name in path.split("."):
+        value = cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None
+    if value is None:
+        return cls.FOLLOWERS.get(path, "") if issubclass(cls, BaseExperimentConfig) else ""
+    copied = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+    return copied[1] if copied else ""
 
 
 def _is_about(problem: ConfigProblem, suspects: Collection[str]) -> bool:
