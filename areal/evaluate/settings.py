@@ -77,7 +77,9 @@ def evaluation_config(requested: Requested, *, scores: bool) -> PPOConfig:
     missing.
     """
     model, run_config = _model(requested)
-    words = [*requested.overrides, f"actor.path={model}"] if model else requested.overrides
+    words = [*requested.overrides, f"actor.path={model}"] if model else [*requested.overrides]
+    if requested.data and any(word.startswith("valid_dataset.") for word in words):  # the section needs a path
+        words.append(f"valid_dataset.path={requested.data[0].partition('=')[2] or requested.data[0]}")
     config = load_settings(requested.files or run_config, words)
     if config.actor.path == "none":
         raise ConfigError("no model is named: give --model PATH, or a run", code="evaluate.no_model")

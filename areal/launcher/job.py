@@ -503,7 +503,7 @@ def _run_numbers(config: BaseExperimentConfig, num_rows: int | None) -> RunNumbe
     data = config.train_dataset
     samples, optimizer_steps, concurrent, staleness, on_stale = 1, 1, 0, None, ""
     if isinstance(config, PPOConfig):
-        samples, optimizer_steps = config.gconfig.n_samples, config.actor.ppo_n_minibatches
+        samples, optimizer_steps = config.gconfig.n_samples, config.actor.ppo_n_minibatches * config.actor.ppo_epochs
         concurrent = config.max_concurrent_rollouts
         staleness, on_stale = config.rollout.max_head_offpolicyness, config.rollout.on_stale
     elif isinstance(config, RowsExperimentConfig):
@@ -513,7 +513,8 @@ def _run_numbers(config: BaseExperimentConfig, num_rows: int | None) -> RunNumbe
         per_epoch = math.ceil(steps_per_epoch(config, num_rows))
         limits = step_limits(config, num_rows, samples_per_row=samples)
         total = min(limits.values())
-        if asked := [f"{name}={limits[name]}" for name in limits if name.endswith("steps") and limits[name] > total]:
+        asked = [f"{name}={limits[name]}" for name in limits if name.endswith("steps") and limits[name] > total > 0]
+        if asked and not config.allocation.evaluation:
             by = next(name for name, steps in limits.items() if steps == total)
             get_logger("launcher").warning("%s is more than %s allows: the run has %d train steps", asked[0], by, total)
         profiled = config.perf_tracer.profile_steps if config.perf_tracer is not None else None

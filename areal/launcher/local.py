@@ -168,9 +168,10 @@ def plan_text(
     if plan.evaluations:
         how = {"background": "during training, on one server that keeps the version", "blocking": "training waits"}
         lines.append(f"evaluations: {plan.evaluations} ({how[plan.evaluations]})")
-    lines.append("numbers:")
-    lines += [f"  {name}: {value}" for name, value in describe(plan).items()]
-    lines.append(f"  GPU hours: {_gpu_hours(plan, step_s, given_step_s)}")
+    if any(process.role == "trainer" for process in plan.processes):  # else an evaluation, which has no train steps
+        lines.append("numbers:")
+        lines += [f"  {name}: {value}" for name, value in describe(plan).items()]
+        lines.append(f"  GPU hours: {_gpu_hours(plan, step_s, given_step_s)}")
     lines.append("Model state: weights, gradients, optimiser state and KV cache, without activations and libraries.")
     return "\n".join(lines) + "\n"
 
@@ -194,7 +195,7 @@ def _table(plan: LaunchPlan) -> list[str]:
 def _gpu_hours(plan: LaunchPlan, measured_s: float | None, given_s: float | None) -> str:
     gpus, steps = sum(len(process.gpus) for process in plan.processes), plan.numbers.total_steps
     if not gpus:
-        return "0 (the run uses no GPU)"
+        return "0 (the run uses no GPU: cluster.n_gpus_per_node=0, or the machines have none)"
     step_s = measured_s if given_s is None else given_s
     if steps is None or step_s is None:
         return "unknown (they need the number of steps, and an earlier run in this folder or --step-s=SECONDS)"

@@ -292,9 +292,11 @@ def published_bytes(config: BaseExperimentConfig) -> PublishedBytes:
 def memory_texts(config: BaseExperimentConfig, plan: LaunchPlan) -> dict[str, str]:
     """Name of a process on the CPU -> what it needs in all; of trainer ranks also the weights that they publish by
     differences. Without those whose models are not known."""
-    tokens = largest_micro_batch(config)
     on_gpu = any(process.gpus for process in plan.processes if process.role == "trainer")
-    memory, texts = planned_memory(config, tokens, on_gpu=on_gpu), dict[str, str]()
+    memory, tokens, texts = None, 0, dict[str, str]()
+    if config.allocation.train:  # an evaluation has no trainers
+        tokens = largest_micro_batch(config)
+        memory = planned_memory(config, tokens, on_gpu=on_gpu)
     for process in (process for process in plan.processes if not process.gpus):
         if process.role == "server" and process.memory_bytes:
             texts[process.name] = f"about {_gib(LIBRARY_BYTES + process.memory_bytes)} in all"

@@ -102,6 +102,14 @@ def test_a_run_gives_its_configuration_and_its_newest_export(files):
         chosen(step=3)
 
 
+@pytest.mark.parametrize("name", ["", "hard="])
+def test_options_of_the_sets_need_no_path(files, name):
+    path = str(files / "held_out.jsonl")
+    config = evaluation_config(requested(files, "valid_dataset.map_fn=gsm8k", data=[name + path]), scores=True)
+    [held_out] = held_out_sets(config).values()
+    assert (held_out.path, held_out.map_fn) == (path, "gsm8k")
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [

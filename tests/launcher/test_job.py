@@ -40,7 +40,7 @@ def rl_config(tmp_path, allocation="native:d2+fsdp:d2", **changes):
         "train_dataset": TrainDatasetConfig(path="x", batch_size=8),
         "gconfig": GenerationHyperparameters(n_samples=4),
         "rollout": InferenceEngineConfig(max_head_offpolicyness=3),
-        "actor": PPOActorConfig(path="org/model", ppo_n_minibatches=2, optimizer=OptimizerConfig()),
+        "actor": PPOActorConfig(path="org/model", ppo_n_minibatches=2, ppo_epochs=3, optimizer=OptimizerConfig()),
     }
     return GRPOConfig(**(settings | changes))
 
@@ -64,6 +64,7 @@ def test_plan_of_an_asynchronous_run(tmp_path):
     assert (context.name, context.num_servers, context.device, context.recover) == ("trainer-1", 2, "cpu", False)
     numbers = plan.numbers
     assert (numbers.episodes_per_step, numbers.samples_per_step) == (8, 32)
+    assert numbers.optimizer_steps_per_train_step == 6  # two minibatches, three epochs
     assert (numbers.max_staleness, numbers.max_concurrent_episodes) == (3, 32)
     assert (numbers.steps_per_epoch, numbers.total_steps) == (12, 12)
     assert json.loads(json.dumps(dataclasses.asdict(plan)))["recover"] is False
@@ -185,6 +186,11 @@ def test_supervised_run_starts_only_trainers(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert make_plan(two_epochs, [Machine(cores=2)], num_rows=65).numbers.total_steps == 5  # 130 rows of 32 a step
     assert [record.args for record in caplog.records] == [("total_train_steps=7", "total_train_epochs", 5)]
+
+
+def test_an_evaluation_has_no_notice_about_train_steps(tmp_path, caplog):
+    make_plan(rl_config(tmp_path, "native:d1+eval", total_train_steps=900), [Machine(cores=2)], num_rows=8)
+    assert not caplog.records
 
 
 def test_runs_on_pairs_start_only_trainers_and_count_every_model(tmp_path):
@@ -389,4 +395,6 @@ def test_gpu_hours_need_the_steps_and_the_seconds_of_a_step(tmp_path):
     hours = used * plan.numbers.total_steps * 90.0 / 3600
     assert f"about {hours:.1f}" in plan_text(plan, 90.0)
     assert "GPU hours: unknown" in plan_text(plan, None)
+    on_cpu = make_plan(config, [Machine(cores=8)], num_rows=400)
+    assert "GPU hours: 0 (the run uses no GPU: cluster.n_gpus_per_node=0" in plan_text(on_cpu, 90.0)
     assert f"about {hours:.1f}" in plan_text(plan, 1.0, given_step_s=90.0), "what the user gives comes first"

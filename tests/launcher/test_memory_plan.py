@@ -235,6 +235,10 @@ def test_a_plan_says_what_processes_need_in_all(tmp_path):
     each = "1.4 GiB for 1,000 tokens of a micro-batch (at most 10,240, those that rows share once)"
     assert texts["trainer-0"] == f"about 1.1 GiB in all and {each}"
     assert texts["trainer-0"] in plan_text(plan, None, memory_of=texts)
+    evaluation = replace(config, allocation_mode="native:d1+eval")
+    plan_of_evaluation = make_plan(evaluation, [Machine(cores=2)])
+    assert memory_texts(evaluation, plan_of_evaluation) == {"server-0": texts["server-0"]}
+    assert "numbers:" not in plan_text(plan_of_evaluation, None), "it has no train steps"
     whole = replace(config, actor=replace(actor, lora=None, weight_update_mode="delta"))
     assert memory_texts(whole, plan)["trainer-0"].endswith(
         ", 0.5 GiB of host memory for the weights published last (delta)"
