@@ -398,14 +398,20 @@ def nccl_versions(config: PPOConfig) -> NcclVersions:
 
 
 def notices(config: PPOConfig) -> list[str]:
-    """The flags that have no effect on the servers of this run, one line for each reason, and what quantized weights
-    need."""
+    """The flags that have no effect on the servers of this run, one line for each reason, what quantized weights need,
+    and more minibatches than answers."""
     backend, result = backend_named(config.server_backend), list[str]()
     correction = config.actor.rollout_correction
     if config.served_quantization and not config.actor.use_decoupled_loss and (not correction or correction.only_logs):
         text = "answers come from quantized weights (batch/prox_rollout_gap_abs is the difference): weight them by"
         advice = "actor.use_decoupled_loss=true and actor.behav_imp_weight_cap=5, or actor.rollout_correction.upper=2"
         result.append(f"areal: {config.served_quantization}: {text} {advice}")
+    parts, answers = config.actor.ppo_n_minibatches, config.train_dataset.batch_size * config.gconfig.n_samples
+    share = answers // config.allocation.train[0].parallel.dp if config.allocation.train else parts
+    if config.workflow in ("rlvr", "vision_rlvr") and share < parts:  # others may make several rows of an episode
+        text = f"a rank has {share} answers of a train step: the other minibatches are empty, and the learning rate"
+        advice = "falls as if they were optimiser steps: lower it"
+        result.append(f"areal: actor.ppo_n_minibatches={parts}: {text} {advice}")
     if backend.flags is None:
         return result
     if ignored := [f"{backend.name}.{key}" for key in ignored_flags(backend.flags, config.server_flags)]:

@@ -205,6 +205,19 @@ def test_quantized_weights_without_a_correction_are_pointed_out():
     assert text.startswith("areal: vllm.quantization=fp8: ")
 
 
+@pytest.mark.parametrize(
+    ("parts", "changes", "num"), [(8, {}, 0), (9, {}, 1), (5, {"allocation_mode": "native:d1+fsdp:d2"}, 1)]
+)
+def test_more_minibatches_than_answers_are_pointed_out(parts, changes, num):
+    actor = PPOActorConfig(path="org/model", optimizer=OptimizerConfig(), ppo_n_minibatches=parts)
+    sizes = {
+        "train_dataset": TrainDatasetConfig(path="x", batch_size=4), "gconfig": GenerationHyperparameters(n_samples=2),
+    }  # fmt: skip
+    result = notices(config_of("native", actor=actor, **sizes, **changes))
+    assert [text.startswith(f"areal: actor.ppo_n_minibatches={parts}: ") for text in result] == [True] * num
+    assert not notices(config_of("native", actor=actor, workflow="agent", **sizes, **changes))
+
+
 HERE = Machine(cores=2, host=Host(node=socket.gethostname()))
 GPUS = dataclasses.replace(HERE, gpus=("0", "1"))
 
