@@ -88,8 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", required=True, metavar="FOLDER", help="checkpoint folder or hub name")
     parser.add_argument("--name", default="", help="what clients call the base model; default: the text of --model")
-    parser.add_argument("--adapters", type=int, default=8, metavar="N", help="adapters in memory at once; default 8")
-    parser.add_argument("--max-rank", type=int, default=32, metavar="N", help="largest rank of an adapter; default 32")
+    parser.add_argument("--adapters", type=_count, default=8, metavar="N", help="adapters in memory at once; default 8")
+    parser.add_argument(
+        "--max-rank", type=_count, default=32, metavar="N", help="largest rank of an adapter; default 32"
+    )
     parser.add_argument(
         "--full",
         action="store_true",
@@ -106,6 +108,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the configuration")
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
 
 
 class LoraLimits(NamedTuple):

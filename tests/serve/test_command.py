@@ -24,6 +24,13 @@ def test_what_the_service_cannot_run_on_is_refused(tmp_path, word, text):
         serving_config([], [word], model=str(write_model(tmp_path / "tiny")), lora=LoraLimits(8, 2))
 
 
+@pytest.mark.parametrize("flag", ["--adapters", "--max-rank"])
+def test_a_limit_below_one_is_wrong_usage(flag, capsys):
+    with pytest.raises(SystemExit):
+        run_serve(["--model", "tiny", flag, "0"])
+    assert f"argument {flag}: '0' is not a number from 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("port", ["0", "70000", "x"])
 def test_a_wrong_port_is_wrong_usage(port, capsys):
     with pytest.raises(SystemExit):
