@@ -193,5 +193,5 @@ def _num_characters(value: Any) -> int:
 def _summary(problems: Sequence[tuple[int, RowProblem]], num_rows: int, place: str) -> str:
     shown = "; ".join(f"row {index} {problem.text}" for index, problem in problems[:MAX_SHOWN])
     rest = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
-    advice = "fix or remove them, or set map_fn (rows count from 0)"
+    advice = "fix or remove them, or set columns or map_fn (rows count from 0)"
     return f"{place}: {len(problems)} of {num_rows} rows cannot be used: {shown}{rest}: {advice}"

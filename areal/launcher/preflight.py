@@ -398,8 +398,8 @@ def nccl_versions(config: PPOConfig) -> NcclVersions:
 
 
 def notices(config: PPOConfig) -> list[str]:
-    """The flags that have no effect on the servers of this run, one line for each reason, what quantized weights need,
-    and more minibatches than answers."""
+    """Lines about flags without effect on the servers, one for each reason, about quantized weights, and about more
+    minibatches than answers."""
     backend, result = backend_named(config.server_backend), list[str]()
     correction = config.actor.rollout_correction
     if config.served_quantization and not config.actor.use_decoupled_loss and (not correction or correction.only_logs):
@@ -409,9 +409,8 @@ def notices(config: PPOConfig) -> list[str]:
     parts, answers = config.actor.ppo_n_minibatches, config.train_dataset.batch_size * config.gconfig.n_samples
     share = answers // config.allocation.train[0].parallel.dp if config.allocation.train else parts
     if config.workflow in ("rlvr", "vision_rlvr") and share < parts:  # others may make several rows of an episode
-        text = f"a rank has {share} answers of a train step: the other minibatches are empty, and the learning rate"
-        advice = "falls as if they were optimiser steps: lower it"
-        result.append(f"areal: actor.ppo_n_minibatches={parts}: {text} {advice}")
+        text = f"a rank has {share} answers of a train step: the other minibatches are empty, but the schedule of the"
+        result.append(f"areal: actor.ppo_n_minibatches={parts}: {text} learning rate counts them: lower it")
     if backend.flags is None:
         return result
     if ignored := [f"{backend.name}.{key}" for key in ignored_flags(backend.flags, config.server_flags)]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from areal.inference.model_runner import load_model
 from areal.serve.client import Client, datum
 from tests.expect import raises_code
 from tests.serve.adapters import write_model
@@ -16,6 +17,11 @@ from tests.serve.adapters import write_model
 def client(tmp_path_factory):
     with Client(write_model(tmp_path_factory.mktemp("model") / "tiny"), max_rank=8, max_policies=4) as made:
         yield made
+
+
+def test_a_model_is_loaded_without_a_progress_bar(tmp_path, capfd):
+    load_model(write_model(tmp_path / "tiny"), torch.float32, "cpu")
+    assert capfd.readouterr().err == ""
 
 
 def rows(seed, count=3):
