@@ -94,7 +94,10 @@ def gradient_shares(config: PPOConfig, check: RewardCheck, args: argparse.Namesp
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, lines)
     modes = ",".join(sorted({"sampled", *config.evaluator.stop_at}))  # goals of other modes need these too
-    mapped = [f"train_dataset.path={file}", "train_dataset.map_fn=", "valid_dataset=null", f"evaluator.modes=[{modes}]"]
+    mapped = [  # the rows of the file are converted
+        f"train_dataset.path={file}", "train_dataset.map_fn=", "train_dataset.columns={}", "valid_dataset=null",
+        f"evaluator.modes=[{modes}]",
+    ]  # fmt: skip
     wanted = Requested(
         files=[args.config],
         overrides=[*args.overrides, *mapped],

@@ -107,7 +107,10 @@ def _load(name: str, tokenizer_file: Path | None, config_file: Path | None) -> T
         if tokenizer_file is not None and tokenizer_file.is_file() and not _has_own_code(config_file):
             from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-            return PreTrainedTokenizerFast.from_pretrained(name)
+            loaded = PreTrainedTokenizerFast.from_pretrained(name)
+            # Prompts and answers have limits of the configuration: no warning about that of the tokenizer.
+            loaded.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+            return loaded
         from transformers.models.auto.tokenization_auto import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(name)

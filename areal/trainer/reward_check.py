@@ -128,7 +128,7 @@ class SourceReport:
         return count > max(by_chance, 1 if by_chance and self.wrong[kind] > 1 else 0)
 
     def note(self, fault: str, text: str) -> None:
-        self.examples.setdefault(fault, " ".join(text.split())[:200])
+        self.examples.setdefault(fault, " ".join(text.split())[:400])
 
 
 def changes(reference: str) -> dict[str, Callable[[Callable[[str], str]], str]]:
@@ -373,7 +373,7 @@ class _SourceCheck:
         calls = await self._scores.score(row, texts)
         self._count_calls(texts, calls)
         least = self._scores.full(row)
-        if right:
+        if right and not calls[0].problem:
             if calls[0].value < least - 1e-6:
                 self._report.right_below += 1
                 self._report.note("right_below", f"{right[0]!r} scores {calls[0].value:g}")
@@ -429,7 +429,7 @@ class _SourceCheck:
         report = self._report
         for kind, text, call in zip(kinds, texts, calls, strict=False):
             report.changed[kind] = report.changed.get(kind, 0) + 1
-            is_below = call.value < least - 1e-6
+            is_below = not call.problem and call.value < least - 1e-6
             report.changed_below[kind] = report.changed_below.get(kind, 0) + is_below
             if is_below:
                 report.note("changed_below", f"{text[:100]!r} scores {call.value:g}, not {least:g}")

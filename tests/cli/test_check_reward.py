@@ -75,11 +75,14 @@ def test_the_answers_of_a_model_show_how_many_groups_have_no_gradient(tmp_path):
     subprocess.run(prepare, cwd=root, check=True, capture_output=True)
     (tmp_path / "half.py").write_text(HALF_PAID)
     rows = [json.loads(line) for line in (tmp_path / "data/train.jsonl").read_text().splitlines()[:16]]
-    marked = [row | {"is_paid": number % 2} for number, row in enumerate(rows)]
+    marked = [
+        {"question": row["prompt"], "answer": row["answer"], "is_paid": number % 2} for number, row in enumerate(rows)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in marked))
     model, config = tmp_path / "data/model", "examples/quickstart/grpo.yaml"
     paths = {"cluster.fileroot": "runs", "actor.path": "data/model", "train_dataset.path": "rows.jsonl"}
     overrides = [f"{key}={tmp_path}/{path}" for key, path in paths.items()]
+    overrides.append("train_dataset.columns={question: prompt}")
     words = [*overrides, f"reward_fn={tmp_path}/half.py:half_paid", "--rows", "16", "--model", str(model), "--json"]
     command = [sys.executable, "-m", "areal", "check-reward", "--config", config, *words]
     done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)

@@ -3,6 +3,8 @@ from dataclasses import replace
 from datetime import date
 from types import SimpleNamespace
 
+from transformers import tokenization_utils_base
+
 from areal.api.config import OptimizerConfig, SFTConfig, TrainDatasetConfig, TrainEngineConfig, check_config
 from areal.api.config.data import TemplateConfig
 from areal.data.tokenizer import load_tokenizer, tokenizer_of
@@ -15,6 +17,15 @@ def test_a_folder_is_loaded(tokenizer_folder):
     assert ids[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(ids, skip_special_tokens=True) == "5+5"
     assert tokenizer.chat_template
+
+
+def test_a_text_above_the_length_that_a_tokenizer_declares_has_no_warning(tokenizer_folder, monkeypatch):
+    warned = []
+    monkeypatch.setattr(tokenization_utils_base.logger, "warning", lambda *args: warned.append(args))
+    tokenizer = load_tokenizer(tokenizer_folder)
+    tokenizer.model_max_length = 2
+    assert len(tokenizer.encode("5+5=10")) > 2
+    assert not warned
 
 
 def test_missing_and_broken_folders_are_named(tmp_path):

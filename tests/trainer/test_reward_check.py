@@ -63,6 +63,10 @@ class Scores:
         pass
 
 
+def broken(row, text, state):
+    raise ValueError("no score")
+
+
 def equal(row, text, state):
     return float(text == row["answer"])
 
@@ -80,6 +84,7 @@ async def checked(reward, rows=ROWS, *, is_quick=False, **options):
         (lambda row, text, _: careful(row, text, _) or float("yes" in text), {}, ["wrong_as_right"]),
         (lambda row, text, _: 0.9 * careful(row, text, _), {}, ["right_below"]),
         (raising, {}, ["raises"]),
+        (broken, {}, ["raises"]),
         (careful, {"after_json": lambda *_: 0.05}, ["changed_by_json"]),
         (careful, {"seconds": 1.5}, ["slow"]),
         (careful, {"seconds": 0.5}, []),
@@ -89,6 +94,7 @@ async def test_only_the_fault_of_a_reward_is_reported(reward, options, faults) -
     report = await checked(reward, **options)
     assert report.faults == faults
     assert set(faults) <= set(report.examples)
+    assert not (report.notices and reward is broken), "a call that fails gives no score to compare"
 
 
 async def test_two_scores_of_one_call_are_reported() -> None:
@@ -157,4 +163,4 @@ async def test_an_environment_scores_the_extracted_answer(monkeypatch, env, faul
         report = await check_source(EnvironmentScores(workflow, ""), env, rows, is_quick=False)
     finally:
         await workflow.aclose()
-    assert (report.form, report.faults, report.notices) == ("tags", faults, ["changed_below"])
+    assert (report.form, report.faults, report.notices) == ("tags", faults, [] if faults else ["changed_below"])
