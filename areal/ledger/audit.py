@@ -101,7 +101,7 @@ class AuditReport:
         if self.trained_again:
             lines.append(f"steps trained again: {len(self.trained_again)}, bitwise equal: {self.num_bitwise_equal}")
         if self.unequal:
-            lines.append(f"steps that led to different weights: {listed(self.unequal)}")
+            lines.append(f"trained again to other weights than before: step {listed(self.unequal)}")
         lines.extend(self.notes)
         if (tail := self.incomplete) is not None:
             lines.append(f"incomplete last group: {tail.size} bytes of {tail.path} from byte {tail.offset}")

@@ -70,7 +70,7 @@ def test_steps_trained_again_are_valid_and_compared_by_weights(forge):
     report = audit(forge.folder)
     assert report.is_clean, report.lines()
     assert "steps trained again: 3, bitwise equal: 1" in report.lines()
-    assert "steps that led to different weights: 1" in report.lines()
+    assert "trained again to other weights than before: step 1" in report.lines()
     assert (report.num_controllers, report.num_attaches, report.num_attempts) == (2, 3, 7)
 
 
