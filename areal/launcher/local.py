@@ -428,6 +428,8 @@ def _launch(request: Launch, cluster: Cluster) -> int:
     if config != any_dtype:
         line.say("areal: dtype=auto is float32: torch multiplies bfloat16 matrices slowly on this processor")
     if request.dry_run:
+        if paths.root.is_dir():
+            check_run_folder(config, paths, overwrites=request.overwrite)
         return 0
     if notice := interrupts_notice():
         line.say(notice)

@@ -137,6 +137,8 @@ def test_a_completed_run_is_not_overwritten(folder):
     assert "(metrics.jsonl)" in again.stderr
     assert "[launch.earlier_run]" in again.stderr
     assert again.stderr.startswith("areal: error: ")
+    planned = launch(folder, "recover.mode=disabled", "--dry-run", module="areal.launcher")
+    assert (planned.returncode, "[launch.earlier_run]" in planned.stderr) == (2, True)
     replaced = launch(folder, "--overwrite", "--json")
     assert json.loads(replaced.stdout) == {"run": str(folder / "runs" / "e" / "t"), **summary(folder)}
     assert (replaced.returncode, summary(folder)["started_at"] >= result["started_at"]) == (0, True)
