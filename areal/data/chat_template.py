@@ -97,8 +97,8 @@ class ChatTemplate:
         Raises InputError when the tokenizer has no template.
         """
         if not tokenizer.chat_template:
-            message = "the tokenizer has no chat template, which messages and agents need: set chat_template.path, or use"
-            message += " the tokenizer of a chat model, or rows with 'prompt' and a workflow without messages"
+            message = "the tokenizer has no chat template, which messages and agents need: set chat_template.path, use "
+            message += "the tokenizer of a chat model, or rows with 'prompt' and a workflow without messages"
             raise InputError(message, code="data.chat_template")
         self.tokenizer = tokenizer
         self.enable_thinking = enable_thinking
