@@ -205,6 +205,7 @@ def test_a_wrong_option_names_where_it_was_given(problem, tmp_path: Path) -> Non
         ("bad_override", "actor..lr=1", "actor..lr=1", []),
         ("bad_override", "experiment_name.more=1", "experiment_name.more", ["'sort'"]),
         ("bad_override", "gconfig.stop=[a", "gconfig.stop", ["'[a'"]),
+        ("bad_override", "critic={path: ${actor.path}}", "critic", ["put ${...} in quotes"]),
         ("bad_override", "tokenizer_path=${actor.path", "tokenizer_path", ["'${actor.path'"]),
         ("bad_override", "workflow_args={a: '${'}", "workflow_args", ["${"]),
         ("bad_override", "workflow_args={a: \udcff}", "workflow_args", []),

@@ -591,6 +591,8 @@ def _override(tree: dict[str, Any], word: str, cls: type[Any]) -> tuple[str, str
         value = override_value(text, cls, path) if equals else None
     except UNREADABLE as error:
         reason = reason_of(error) if public(text, path) == text else "quote it"
+        if isinstance(error, yaml.MarkedYAMLError) and "${" in text:
+            reason += ": put ${...} in quotes"
         return path, f"{shown(text, path)} is not readable as a YAML value: {reason}"
     node = tree
     for depth, name in enumerate(parents, start=1):
