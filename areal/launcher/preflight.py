@@ -377,8 +377,8 @@ def server_problems(
     except _NoAnswer as error:
         return [*problems, f"server_python: {python} does not report the versions of its packages: {error}"]
     if problem := _version_problem(backend, versions, on_gpu=bool(planned.gpus)):
-        other = "" if config.server_python else ", or set server_python: this is the interpreter of areal itself"
-        return [*problems, f"server_python: {python}: {problem}{other}"]
+        other = " to another interpreter" if config.server_python else ": this is the interpreter of areal itself"
+        return [*problems, f"server_python: {python}: {problem}, or set server_python{other}"]
     nccl = next((f", NCCL {versions[name]}" for name in _NCCL_PACKAGES if versions[name]), "")
     say(f"areal: {backend.title} {versions[backend.name]}, torch {versions['torch']}{nccl} in {python}")
     return problems

@@ -137,6 +137,7 @@ def test_a_missing_environment_is_reported_in_one_line(tmp_path, interpreter):
     python = interpreter(reporting())
     (text,) = check(config_of("vllm", python))
     assert text.startswith(f"server_python: {python}: vLLM is not installed there")
+    assert text.endswith(", or set server_python to another interpreter")
 
 
 def test_areals_own_interpreter_has_no_sglang():
