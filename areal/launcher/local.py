@@ -426,7 +426,7 @@ def _launch(request: Launch, cluster: Cluster) -> int:
     request, paths, line = dataclasses.replace(request, config=config), RunPaths.of(config), StatusLine()
     plan = checked_plan(request, machines, line)
     if config != any_dtype:
-        line.say("areal: dtype=auto is float32: torch multiplies bfloat16 matrices slowly on this processor")
+        line.say("areal: dtype=auto is float32: this processor has no bfloat16 products, and emulation is slow")
     if request.dry_run:
         if paths.root.is_dir():
             check_run_folder(config, paths, overwrites=request.overwrite)

@@ -384,7 +384,7 @@ class TrainEngineConfig:
     compile: bool = option(False, also="verl: actor.use_torch_compile, which is true by default")
     """Compile each block with torch.compile: some minutes at the start, then faster; needs g++ on the CPU."""
     dtype: str = choice("auto", "auto", "bfloat16", "float32")
-    """Computation; auto = bfloat16, float32 on a CPU that is slow in it. Masters and optimiser state are float32."""
+    """Data type of computation; auto = bfloat16, or float32 if all processes use a CPU without bfloat16 products."""
     head_dtype: str = choice("auto", "auto", "float32", "compute", relevant=when("dtype", "auto", "bfloat16"))
     """Data type of logits: compute = that of `dtype`, auto = float32 on CUDA, else compute; as native.head_dtype."""
     fp8: Float8Config | None = option(None, also="cosmos-rl: train.fp8, train.fp4; AReaL: fp8_config")
